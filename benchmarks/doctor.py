@@ -46,7 +46,7 @@ import common
 from doctored import patients
 from gpumix.doctor.verdict import PAIRS
 from gpumix.hardware.host.cpu import has_bf16
-from gpumix.train.controller import GivenPlan, JobController
+from gpumix.train.controller import JobController, UserPlan
 
 FOLDER = Path(patients.__file__).parent
 LONGEST_S = 900
@@ -303,7 +303,7 @@ def _job_s(path: Path) -> float:
     """Of a step of a whole run, with all that comes between steps."""
     output = path.with_suffix(f".{time.monotonic_ns()}")
     JobController.of_file(path, [f"output_dir={output}"], debug=False).train(
-        GivenPlan(), resume=False
+        UserPlan(), resume=False
     )
     lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]

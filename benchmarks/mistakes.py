@@ -240,7 +240,7 @@ def main() -> int:
     figures = {
         "mistakes": len(chosen),
         "with_fix": sum(
-            bool(a.told.get("fix") or a.told.get("ways_out")) for a in answers.values()
+            bool(a.told.get("fix") or a.told.get("remedies")) for a in answers.values()
         ),
         "right_exit": sum(answers[n].exit_code == m.exit_code for n, m in chosen.items()),
         "without_torch": sum(
@@ -261,7 +261,7 @@ def lacks(mistake: Mistake, answer: Answer) -> str:
     found = []
     if answer.exit_code != mistake.exit_code:
         found.append(f"exit code {answer.exit_code}, {mistake.exit_code} is right")
-    if not (answer.told.get("fix") or answer.told.get("ways_out")):
+    if not (answer.told.get("fix") or answer.told.get("remedies")):
         found.append("no fix")
     if answer.imported_torch and not mistake.needs_torch:
         found.append("torch was imported")

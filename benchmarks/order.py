@@ -112,10 +112,10 @@ class Data:
 
     def truth(self) -> list[list[Row]]:
         """The rows of each step: read one by one, in order."""
-        key, positions = sample_rng.key_of(f"gpumix samples {SEED}"), np.arange(BATCH * STEPS)
+        key, positions = sample_rng.derive_key(f"gpumix samples {SEED}"), np.arange(BATCH * STEPS)
         found: list[Row] = []
         with sample_rng.use_row_seeds(
-            sample_rng.seeds_of(key, positions).tolist(), everywhere=True
+            sample_rng.derive_seeds(key, positions).tolist(), everywhere=True
         ):
             for position, k in enumerate(self.order.tolist()):
                 sample_rng.seed_row(position)

@@ -28,8 +28,9 @@ Of pipelines between unlike hosts (four stages, two stages): our engine's own or
 activations wait for no gradient, -24 % and +4 %; in DeepSpeed's order messages that keep their
 sender until they have arrived, +33 % and +24 %; those that go at once beside all others of a host,
 -13 % and -4 %; those of a host one at a time in either direction, -6 % and -4 %, and by what it
-sends alone, -11 % and -4 %: it stayed with the last, which is what `cost.schedule` can tell. With
-the third mixed run, in one stage, these were tried on three runs, which no other run has checked.
+sends alone, -11 % and -4 %: it stayed with the last, which is what `cost.pipeline_schedule`
+can tell. With the third mixed run, in one stage, these were tried on three runs, which no other run
+has checked.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ On clusters with stragglers, slow links, little memory, batches below their devi
 many passes, with and without the memory of hosts, the default plan is held against every strategy,
 against the default plans of the clusters that it contains (a class less), and against searches that
 know nothing of the planner's. One climbs from random plans of several stages, and from those of the
-default search and of `staged`, by devices, cuts, teams, modes, schedules, ZeRO stages, micro-batch
-sizes, waves and deals (`tests/helpers/plans/climb.py`); the other from the best plans of one stage
-and of one wave, and from random ones in several waves, by samples, micro-batches, waves, modes,
-kept graphs, state and buckets (`tests/helpers/plans/climb_one_stage.py`). All are judged by the
-cost model.
+default search and of `staged`, by devices, cuts, tensor-parallel groups, modes, schedules, ZeRO
+stages, micro-batch sizes, waves and deals (`tests/helpers/plans/climb.py`); the other from the best
+plans of one stage and of one wave, and from random ones in several waves, by samples,
+micro-batches, waves, modes, kept graphs, state and buckets
+(`tests/helpers/plans/climb_one_stage.py`). All are judged by the cost model.
 
     python benchmarks/planner_beaten.py [--json] [--clusters 40] [--budget 2000]
 

@@ -207,7 +207,7 @@ def outcome(case: Case) -> Outcome:
     profile = case.profile()
     strategies = {"optimal": plan_one_stage, **{name: STRATEGIES[name] for name in RIVALS}}
     if case.exact:
-        strategies["cephalo"] = programme.solve
+        strategies["cephalo"] = programme.plan_at_factor
     answers = {
         name: answer(profile, case.request(), strategy) for name, strategy in strategies.items()
     }

@@ -42,7 +42,7 @@ import numpy as np
 from common import Figures, make_parser, print_figures
 from gpumix.cost.memory_layout.curves import interpolate_seconds
 from gpumix.hardware.estimates import gpu_catalogue
-from gpumix.hardware.estimates.roofline import SAVED_MOVES, forward_curve, gradient_curve
+from gpumix.hardware.estimates.roofline import SAVED_MOVES, make_forward_curve, make_gradient_curve
 from gpumix.schema.curve import Curve
 from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype
 from published import NotHereError, Work, cephalo, sailor
@@ -189,8 +189,8 @@ def _estimated(card: gpu_catalogue.Card, dtype: ComputeDtype, work: Work) -> tup
     """Forward, and the backward of a kept graph, by samples."""
     size = DTYPE_BYTES[dtype]
     moved_bytes = SAVED_MOVES * work.saved_elements * size
-    forward = forward_curve(card, dtype, work.flops, work.elements * size, moved_bytes)
-    return forward, gradient_curve(card, dtype, work.flops, work.elements, moved_bytes)
+    forward = make_forward_curve(card, dtype, work.flops, work.elements * size, moved_bytes)
+    return forward, make_gradient_curve(card, dtype, work.flops, work.elements, moved_bytes)
 
 
 def _ratios(

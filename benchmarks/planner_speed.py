@@ -3,7 +3,8 @@
 Estimates of a Llama-shaped 7B from datasheets, for 2 RTX 4090 and 4 RTX 3090 in one host; for a
 host each of 8 A100-40 and A100-80; and for hosts of eight cards of four classes, of sixteen and of
 32, with InfiniBand between hosts. Everything that `gpumix plan` knows is searched: one stage and
-several, devices alone, in teams and in mixtures of these, and clusters with devices left out.
+several, devices alone, in tensor-parallel groups and in mixtures of these, and clusters with
+devices left out.
 
     python benchmarks/planner_speed.py [--json] [--only 6 64]
 

@@ -37,7 +37,7 @@ from emulated.rounds import Outcome, Study, joined, profiled, work
 from emulated.setting import Setting
 from gpumix.cost.memory_layout.curves import MicroBatches
 from gpumix.cost.predict import predict
-from gpumix.cost.step_time import work_seconds
+from gpumix.cost.step_time import compute_work_seconds
 from gpumix.cost.traffic import count_traffic
 from gpumix.hardware.device import open_device
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
@@ -190,7 +190,7 @@ def _bounds(profile: Profile, plan: Plan, setting: Setting) -> Iterator[tuple[st
     speeds, links, updates = [], [], []
     for worker, traffic in zip(plan.workers, count_traffic(profile, plan)):
         micro = MicroBatches.of([worker.samples], [worker.micro_batch])
-        computed = work_seconds(profile, worker.device_class, micro, worker.mode)
+        computed = compute_work_seconds(profile, worker.device_class, micro, worker.mode)
         speeds.append(worker.samples / float(np.sum(computed)))
         one = setting.cluster.class_named(worker.device_class)
         assert one.emulate_link_bytes_per_s is not None

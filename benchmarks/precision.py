@@ -55,7 +55,7 @@ ANYWHERE = (
     Way("compile", compile=True),
     Way("plain_optimizer", efficiency=KernelSettings(fused_optimizer=False)),
     Way("eager_attention", efficiency=KernelSettings(attention="eager")),
-    Way("chunked_head", head="chunked"),
+    Way("chunked_cross_entropy", head="chunked"),
 )
 
 
@@ -74,7 +74,7 @@ def ways() -> Iterator[Way]:
         yield Way("bf16_liger", "bf16", efficiency=KernelSettings(kernels="liger"))
     if here.triton:
         fused = KernelSettings(loss="triton")
-        yield Way("bf16_chunked_head", "bf16", head="chunked")
+        yield Way("bf16_chunked_cross_entropy", "bf16", head="chunked")
         yield Way("bf16_triton_loss", "bf16", efficiency=fused, head="chunked")
 
 

@@ -166,7 +166,9 @@ def _count_bytes(base: Path) -> tuple[float, bool]:
         sizes = {one.name: one.packed_bytes for one in found.kinds}
         planned = sum(sizes[name] for name in found.kind_of_call) + found.root.packed_bytes
         tensors = sum(
-            t.nbytes for _, one in q.iterate_packed(model) for t in one.tensors().values()
+            t.nbytes
+            for _, one in q.iterate_quantised_parameters(model)
+            for t in one.tensors().values()
         )
         plan = q.plan_of(model, q.SHARES[3], zero_stage=3)
         ranks = run_ranks(_stored_and_gathered, 3, base, kind, plan, timeout_s=300)

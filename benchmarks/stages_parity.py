@@ -8,7 +8,7 @@ chunks. A single process, without gpumix, trains on the whole batch with the mod
 
     python benchmarks/stages_parity.py [--json] [--only gpt2-deep ...] [--steps 3] [--plans 40]
 
-Figures: `plans`, `plans_in_waves` (more than one), `plans_with_unlike_teams` (a stage has workers
+Figures: `plans`, `plans_in_waves` (more than one), `plans_of_mixed_degrees` (a stage has workers
 of several tensor parallel degrees), `plans_interleaved`, `architectures`,
 `schedules_by_architecture` (the pairs of a schedule and an architecture that were drawn, of five
 each), and `worst_relative_error` of a step's loss or of a parameter tensor, ||w - w'|| / ||w'||,
@@ -62,7 +62,7 @@ def main() -> int:
         {
             "plans": len(every),
             "plans_in_waves": sum(one.plan.waves > 1 for one in every),
-            "plans_with_unlike_teams": sum(
+            "plans_of_mixed_degrees": sum(
                 any(stage.has_mixed_degrees for stage in one.plan.stages) for one in every
             ),
             "plans_interleaved": sum(counts["interleaved"] for counts in drawn.values()),
@@ -130,12 +130,12 @@ def _schedule(plan: Plan) -> str:
 
 def _kind(plan: Plan) -> str:
     waves = ", several waves" if plan.waves > 1 else ""
-    teams = ", in teams" if plan.uses_tensor_parallel else ""
+    groups = ", in tensor-parallel groups" if plan.uses_tensor_parallel else ""
     if any(stage.has_mixed_degrees for stage in plan.stages):
-        teams = ", in teams of unlike sizes"
+        groups = ", in tensor-parallel groups of unlike sizes"
     if any(stage.sequence for stage in plan.stages):
-        teams += " that divide the sequence"
-    return f"{_schedule(plan)}, ZeRO {plan.zero_stage}{waves}{teams}"
+        groups += ", with sequence parallelism"
+    return f"{_schedule(plan)}, ZeRO {plan.zero_stage}{waves}{groups}"
 
 
 def _arguments() -> argparse.Namespace:

@@ -43,7 +43,7 @@ TERMS = {
     r"gradient checkpointing(?! of)": "activation checkpointing",
     r"chunked loss": "chunked cross-entropy",
     r"device types?": "GPU type",
-    r"tensor-parallel teams?": "tensor-parallel group",
+    r"(?:tensor-parallel )?teams?": "tensor-parallel group",
 }
 FIRST_WORDS = re.compile(r"\byou(?:rs?)?\b", re.IGNORECASE)
 NOT_PROSE = re.compile(

@@ -116,11 +116,11 @@ def plan_for(one: Strategy, profile: gpumix.Profile) -> gpumix.Plan:
     is slow: but a plan is a file, and a file can be written by hand."""
     plan = gpumix.plan(profile, BATCH, strategy=one.strategy, space=one.space)
     if one.name == "tensor":
-        # A team has equal parts, so that fast devices wait for slow ones: of unlike devices the
-        # planner makes none.
-        team = {"tensor": len(plan.workers), "joined": 1}
+        # A tensor-parallel group has equal parts, so that fast devices wait for slow ones: the
+        # planner makes none of unlike devices.
+        tp_group = {"tensor": len(plan.workers), "joined": 1}
         all_samples = {"samples": BATCH, "micro_batch": BATCH // 2, "state_share": 1.0}
-        return by_hand(plan, stage=team, worker=all_samples)
+        return by_hand(plan, stage=tp_group, worker=all_samples)
     return plan
 
 
@@ -162,7 +162,7 @@ def row(one: Strategy, plan: gpumix.Plan, told: dict[str, Any], step: Panel) -> 
     """A row of the table; see `table`."""
     peaks = {device["device"]: mebibytes(device["peak_bytes"]) for device in told["devices"]}
     devices = [
-        " ".join(w.device for w in stage.workers) + (" (team)" if stage.tensor > 1 else "")
+        " ".join(w.device for w in stage.workers) + (" (TP group)" if stage.tensor > 1 else "")
         for stage in plan.stages
     ]
     speed = f"{told['tokens_per_s']:.0f}"
@@ -220,7 +220,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     job, measured = out / "job.yaml", out / "profile.json"
     job.write_text(yaml.safe_dump(JOB, sort_keys=False), encoding="utf-8")
-    console.print("measuring the devices, alone and as teams ...")
+    console.print("measuring the devices, alone and in tensor-parallel groups ...")
     run("profile", job, "--output", measured)
     profile = gpumix.Profile.load(measured)
 

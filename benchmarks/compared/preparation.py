@@ -49,7 +49,7 @@ def preparations_s() -> dict[tuple[int, str], float]:
 
 def look_ups_s() -> dict[str, float]:
     """CPU seconds of each look-up in a plan for 10,240 ranks, after the first: the most of a plan
-    whose ranks compute alone and of one of teams of eight."""
+    whose ranks compute alone and of one of tensor-parallel groups of eight."""
     found: dict[str, float] = {}
     for tensor in (1, 8):
         plan = plan_of(MANY, tensor=tensor)

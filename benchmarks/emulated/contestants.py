@@ -50,7 +50,8 @@ class ByPlan:
     deferred: bool = False
 
     def batch(self, setting: Setting, step: int, rank: int) -> Batch:
-        """The part of `rank` in a step; ranks of a team, and stages, have the same samples."""
+        """The part of `rank` in a step; ranks of a tensor-parallel group, and stages, have the
+        same samples."""
         first = step * setting.global_batch
         rows = self.plan.rows_of(rank) or (range(0),)
         parts = [setting.rows(first + part.start, len(part)) for part in rows]

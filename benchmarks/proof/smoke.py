@@ -51,9 +51,9 @@ VARIANTS = (
     Variant("layered_recompute", mode={"recompute": True}),
     Variant("graphs_kept", mode={"recompute": False}),
     Variant("sequential", zero_stage=0, order="sequential"),
-    Variant("chunked_head", mode={"head": "chunked"}),
+    Variant("chunked_cross_entropy", mode={"head": "chunked"}),
     Variant(
-        "chunked_head_triton",
+        "chunked_cross_entropy_triton",
         mode={"head": "chunked"},
         worker={"efficiency": KernelSettings(loss="triton")},
     ),

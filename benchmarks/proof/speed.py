@@ -84,7 +84,7 @@ class _Study:
         self._measure("fsdp2_keeps", self._fsdp2(reshard=False))
         self._measure("fsdp2_reshards", self._fsdp2(reshard=True))
         self._measure("gpumix", self._engine())
-        self._measure("gpumix_chunked_head", self._engine(head="chunked"))
+        self._measure("gpumix_chunked_cross_entropy", self._engine(head="chunked"))
         self._measure("plain_again", self._plain())
 
     def in_micro_batches(self) -> None:
@@ -113,7 +113,7 @@ class _Study:
         return self._ratio("plain_again", "plain", minus=1.0)
 
     def told(self) -> tuple[dict[str, Any], tuple[Bar, ...]]:
-        ours = ("gpumix", "gpumix_chunked_head")
+        ours = ("gpumix", "gpumix_chunked_cross_entropy")
         fsdp2 = ("fsdp2_keeps", "fsdp2_reshards")
         figures: dict[str, Any] = {
             "model_parameters": self.spec.parameters,

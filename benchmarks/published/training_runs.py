@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
-from gpumix.hardware.estimates.decoder_shapes import Decoder, decoder
+from gpumix.hardware.estimates.decoder_shapes import Decoder, make_decoder
 from gpumix.hardware.estimates.estimate import estimate_profile
 from gpumix.planner.common.strategy import PlanRequest, get_prediction
 from gpumix.planner.optimal import plan_fastest
@@ -97,7 +97,7 @@ def make_shape(model: str) -> Decoder:
     """The sizes of a model."""
     if model in MPT:
         width, layers, heads = MPT[model]
-        return decoder(
+        return make_decoder(
             {
                 "model_type": "gpt2",
                 "n_embd": width,
@@ -108,7 +108,7 @@ def make_shape(model: str) -> Decoder:
             }
         )
     width, layers, heads, kv_heads, inner, vocabulary = LLAMA[model]
-    return decoder(
+    return make_decoder(
         {
             "model_type": "llama",
             "hidden_size": width,

@@ -19,8 +19,8 @@ from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.integrations.common.even_plan import record_unit_calls, select_called_units
 from gpumix.integrations.transformers import Trainer
 from gpumix.profiler.compute.dataflow import DataFlow, find_flows
-from gpumix.profiler.compute.unit_fixture import UnitFixture
 from gpumix.profiler.compute.unit_kinds import separate_kinds
+from gpumix.profiler.compute.unit_runner import UnitRunner
 from gpumix.schema.errors import GpumixError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
@@ -217,7 +217,7 @@ def _flows(entry: Entry, found: Found, calls: list[str]) -> tuple[DataFlow, str]
     feed = found.feed(model)
     anatomy = split_into_units(model, select_called_units(model, calls))
     fingerprint = anatomy.fingerprint()
-    specimens = UnitFixture(
+    runner = UnitRunner(
         model,
         anatomy,
         device=torch.device("cpu"),
@@ -225,8 +225,8 @@ def _flows(entry: Entry, found: Found, calls: list[str]) -> tuple[DataFlow, str]
         objective=SummedLoss(_loss_alone, SUM_AND_COUNT),
     )
     batch = feed.collate(feed.samples(2, seed=0))
-    separate_kinds(specimens, batch)
-    return find_flows(specimens, batch, in_chunks=False), fingerprint
+    separate_kinds(runner, batch)
+    return find_flows(runner, batch, in_chunks=False), fingerprint
 
 
 def _staged(entry: Entry, found: Found) -> Plan | NoPlan:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gpumix.data.order.sampler import ByLength
     from gpumix.data.sources.pretokenized import OwnSamples
     from gpumix.data.text.document_packing import PackedDocuments
-    from gpumix.engine.access_between_steps import unshard, whole
+    from gpumix.engine.access_between_steps import summon_full_params, unshard
     from gpumix.engine.engine import Engine
     from gpumix.engine.model.deferred_init import build
     from gpumix.engine.optimizers.adafactor import Adafactor
@@ -58,7 +58,7 @@ _HOME = {
     "parameter_groups": "gpumix.engine.optimizers.parameter_groups",
     "prepare": "gpumix.engine.prepare",
     "unshard": "gpumix.engine.access_between_steps",
-    "whole": "gpumix.engine.access_between_steps",
+    "summon_full_params": "gpumix.engine.access_between_steps",
     "Accelerator": "gpumix.integrations.accelerate",
     "from_pretrained": "gpumix.integrations.loading.lazy_weights",
     "lazy_weights": "gpumix.integrations.loading.lazy_weights",
@@ -106,8 +106,8 @@ __all__ = [
     "prepare",
     "profile",
     "sample_generator",
+    "summon_full_params",
     "unshard",
-    "whole",
 ]
 
 

@@ -238,7 +238,7 @@ def test_devices_of_all_rows_are_counted(folder):
     [
         (
             ("tp_profiles", 0, "told", "slow"),
-            "what teams on device class 'slow' tell each other is miss",
+            "'told' has no entry for device class 'slow'",
         ),
         (
             ("tp_profiles", 0, "classes", 1, "units", "block"),
@@ -266,20 +266,20 @@ def test_a_profile_with_a_hole_is_no_profile(folder, keys, said):
 
 
 def of_no_stages(folder: Path) -> Any:
-    """The profile, of whose teams no stages are known."""
+    """The profile, of whose tensor-parallel groups no stages are known."""
     known = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
     for number in range(len(known["tp_profiles"])):
         known = without(("tp_profiles", number, "model", "needs"), known)
     return known
 
 
-def test_teams_of_which_no_stages_are_known_are_a_profile(folder):
+def test_tp_groups_of_which_no_stages_are_known_are_a_profile(folder):
     assert Profile.model_validate(of_no_stages(folder)).tp_profiles
 
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_teams_of_which_no_stages_are_known_are_left_out(folder):
+def test_tp_groups_of_which_no_stages_are_known_are_left_out(folder):
     known = of_no_stages(folder)
     command = ("plan", "job.yaml", "--profile", "profile.json")
     assert spoilt(folder, "profile.json", written(known, "json"), *command).code == 0

@@ -107,7 +107,7 @@ def test_splits_follow_the_devices():
 
 
 def test_samples_of_a_rank_are_those_that_its_plan_says():
-    """In a plan of teams or stages ranks compute the same samples, and not those of a range."""
+    """With tensor parallelism or stages ranks have the same samples, and not those of a range."""
     setting = Setting(cluster_of(("d", 2, "1 GFLOP/s", "1 GiB")), 32, 2, 2, 6, sequence=16)
     plan = SimpleNamespace(rows_of=lambda rank: (range(2), range(4, 5)) if rank == 0 else ())
     contestant = ByPlan("ours", plan)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from gpumix.cost.memory_layout.chunk_rows import (
     GPU_CHUNK_BYTES,
-    bytes_per_logit,
     compute_chunk_bytes,
     compute_chunk_rows,
+    get_bytes_per_logit,
 )
 
 SIZES = {"vocabulary": st.integers(2, 300_000), "width": st.integers(1, 20_000)}
@@ -45,7 +45,7 @@ def test_a_large_vocabulary_takes_far_less_than_its_logits():
 @given(rows=st.integers(1, 1_000_000), fused=st.booleans(), **SIZES)
 def test_a_gpu_takes_more_rows_within_its_budget(rows, fused, vocabulary, width):
     anywhere = compute_chunk_rows(rows, vocabulary=vocabulary, width=width)
-    size = bytes_per_logit(2, fused=fused)
+    size = get_bytes_per_logit(2, fused=fused)
     chunk = compute_chunk_rows(
         rows, vocabulary=vocabulary, width=width, on_gpu=True, logit_bytes=size
     )
@@ -59,6 +59,6 @@ def test_a_gpu_takes_more_rows_within_its_budget(rows, fused, vocabulary, width)
 )
 def test_usual_sizes_on_a_gpu(vocabulary, width, fused, chunk):
     """Of bf16; 512 rows, which are bound by memory, only where nothing larger fits."""
-    size = bytes_per_logit(2, fused=fused)
+    size = get_bytes_per_logit(2, fused=fused)
     sizes = {"vocabulary": vocabulary, "width": width, "logit_bytes": size}
     assert compute_chunk_rows(16_384, on_gpu=True, **sizes) == chunk

@@ -9,9 +9,14 @@ from hypothesis import strategies as st
 from gpumix.cost.memory_layout.activation_phases import list_peak_phases
 from gpumix.cost.memory_layout.curves import MicroBatches
 from gpumix.cost.network.buckets import BucketGrouping, build_buckets
-from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes, usable_bytes
+from gpumix.cost.peak_memory import (
+    Activations,
+    MemoryModel,
+    compute_free_bytes,
+    compute_usable_bytes,
+)
 from gpumix.planner.common.sharding_setting import make_setting
-from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, ranked_devices
+from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, list_devices_by_rank
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.plan.stage import PLAIN
@@ -35,7 +40,7 @@ def one_worker(samples=4, micro_batch=2, **changes):
         root_unit=root(400, buffers=5, kept=line(3), head=line(1)),
         **changes,
     )
-    devices = ranked_devices(setting, PlanRequest(global_batch=1))
+    devices = list_devices_by_rank(setting, PlanRequest(global_batch=1))
     part = DevicePart(samples, micro_batch, 0.5)
     plan = build_plan(
         make_setting(setting, devices, cap=1.0),
@@ -71,7 +76,7 @@ def test_a_share_within_the_capacity_always_fits(profile, data):
     model = MemoryModel(profile, links, len(plan.workers))
     for worker, expected in zip(plan.workers, plan.prediction.workers):
         micro = MicroBatches.of([worker.samples], [worker.micro_batch])
-        free = free_bytes(profile, worker.device_class)
+        free = compute_free_bytes(profile, worker.device_class)
         held = Activations(profile.model_of(worker.device_class), micro, PLAIN)
         capacity = float(model.demands(held).capacity(free, None)[0])
         if worker.state_share <= capacity:
@@ -132,4 +137,7 @@ def test_a_unit_that_is_called_twice_is_stored_once():
 
 @pytest.mark.parametrize(("accelerator", "usable"), [("cuda", 940), ("cpu", 980)])
 def test_a_part_of_the_memory_is_kept_in_reserve(accelerator, usable):
-    assert usable_bytes(DeviceClass(name="c", accelerator=accelerator, memory_bytes=1000)) == usable
+    assert (
+        compute_usable_bytes(DeviceClass(name="c", accelerator=accelerator, memory_bytes=1000))
+        == usable
+    )

@@ -8,7 +8,7 @@ from gpumix.cost.memory_layout.curves import MicroBatches
 from gpumix.cost.network.buckets import ONE_UNIT_PER_BUCKET, build_buckets
 from gpumix.cost.network.collective_times import CollectiveSeconds
 from gpumix.cost.predict import predict
-from gpumix.cost.step_time import pass_seconds
+from gpumix.cost.step_time import compute_pass_seconds
 from gpumix.planner.baselines.even import plan_even
 from gpumix.planner.common.strategy import PlanRequest
 from gpumix.schema.errors import InputError
@@ -122,7 +122,7 @@ def test_one_after_the_other_the_smaller_micro_batch_goes_first():
         reduce_s={"block": 10.0},
     )
     micro, mode = MicroBatches.of([3], [2]), Mode(order="sequential")
-    forward, backward = pass_seconds(two_cards(), "fast", links, micro, mode)
+    forward, backward = compute_pass_seconds(two_cards(), "fast", links, micro, mode)
     root, first_call, second_call = 0.3 + (4.0 - 0.1), 3.0 + (4.0 - 1.0), 3.0
     smaller = 0.5 + 3.0 + 3.0  # head and backward, before anything is reduced
     assert forward[0] == pytest.approx(root + first_call + second_call + smaller)

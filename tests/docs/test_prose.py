@@ -23,7 +23,8 @@ def test_no_page_has_a_problem():
         ("It begins\nanew there.", 2, "again"),
         ("A rank\nof all is\ntold of it.", 2, "is reported, is shown"),
         ("A thousand million of them.", 1, "billion"),
-        ("Ranks of a tensor-parallel\nteam.", 1, "tensor-parallel group"),
+        ("Ranks of a pipeline\nparallel stage.", 1, "pipeline stage"),
+        ("Ranks of a team.", 1, "tensor-parallel group"),
     ],
 )
 def test_phrases_are_found_over_ends_of_lines(text, line, instead):

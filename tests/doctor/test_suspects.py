@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpumix.doctor.function.observations import Site
-from gpumix.doctor.inside import RankObservations
+from gpumix.doctor.rank_watch import RankObservations
 from gpumix.doctor.suspects import NAMES, Evidence, find_suspects
 from gpumix.schema.job.job import Job
 from gpumix.schema.plan.plan import Plan

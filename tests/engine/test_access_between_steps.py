@@ -158,8 +158,8 @@ def test_a_step_is_refused_while_the_model_is_whole():
     engine = engine_alone(EVERY["gpt2"].factory, 2, 1, zero_stage=3)
     batch = next(batches(EVERY["gpt2"], 2, 1))
     with (
-        gpumix.whole(engine.model),
-        raises(InputError, code="step-inside-whole", what="gpumix.whole"),
+        gpumix.summon_full_params(engine.model),
+        raises(InputError, code="step-inside-summon-full-params", what="gpumix.summon_full_params"),
     ):
         engine.step(batch)
     assert engine.step(batch).isfinite()
@@ -189,7 +189,7 @@ def _prepared_unlike() -> float:
     engine = gpumix.prepare(model, plan_for(model, SHARES, zero_stage=3), loss=known_loss(model))
     with raises(gpumix.GpumixError, code="gradient-of-piece-read", fix="clip_grad_norm_"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # of pieces, not of all gradients
-    with gpumix.whole(model):
+    with gpumix.summon_full_params(model):
         return model.transformer.wte.weight.detach().sum().item() + 0 * engine.steps
 
 
@@ -208,7 +208,7 @@ def _use(name: str, settings: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     # The ranks' samples end at different times.
     more = {"max_new_tokens": 3 + engine.comm.rank, "do_sample": False, "pad_token_id": 0}
     generated = model.generate(input_ids=prompt, **more).numpy()
-    with gpumix.whole(model):
+    with gpumix.summon_full_params(model):
         tokens = model.get_input_embeddings().weight
         norm = tokens.detach().norm().item()
         inside = output(model, name)
@@ -252,7 +252,7 @@ def _use_in_stages(plan_json: str, name: str) -> tuple[Any, Any, str]:
     train(engine, name, lambda batch: own_samples(plan, engine.comm.rank, batch))
     with raises(ModelError, code="model-called-between-steps") as refused:
         output(engine.model, name)
-    with gpumix.whole(engine.model):
+    with gpumix.summon_full_params(engine.model):
         inside = output(engine.model, name)
     train(engine, name, lambda batch: own_samples(plan, engine.comm.rank, batch))
     gpumix.unshard(engine.model)
@@ -261,12 +261,12 @@ def _use_in_stages(plan_json: str, name: str) -> tuple[Any, Any, str]:
 
 PLANS = {
     "stages": [Row((Share(5, 1, 1),), (0,)), Row((Share(5, 1, 1),), (1,))],
-    "a team": [Row((Share(5, 2, 1),) * 2, (0, 1), tensor=2)],
+    "a TP group": [Row((Share(5, 2, 1),) * 2, (0, 1), tensor=2)],
 }
 
 
 @pytest.mark.parametrize("kind", left_out(PLANS, ["stages"]))
-def test_by_stages_and_teams_it_is_called_when_it_is_whole(kind):
+def test_by_stages_and_tp_groups_it_is_called_when_it_is_whole(kind):
     model, _ = trained("llama")
     plan = staged_plan("llama", PLANS[kind], zero_stage=0)
     found = run_in_turn(_use_in_stages, {kind: (plan, ("llama",))})[kind]
@@ -279,7 +279,7 @@ def test_by_stages_and_teams_it_is_called_when_it_is_whole(kind):
     for inside, plain, fix in found:
         assert np.allclose(inside, expected, atol=1e-5)
         assert np.allclose(plain, output(model, "llama"), atol=1e-5)
-        assert "gpumix.whole" in fix
+        assert "gpumix.summon_full_params" in fix
 
 
 @pytest.mark.parametrize("on_host", [(), (0,)])

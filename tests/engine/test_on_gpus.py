@@ -164,13 +164,13 @@ IN_STAGES = {
         {"zero_stage": 1, "schedule": "zero-bubble"},
     ),
     "interleaved": (rows([8], [8]) * 2, {"zero_stage": 1, "schedule": "interleaved"}),
-    "a team": (rows([5], tensor=[2]), {"zero_stage": 1}),
-    "a team that divides the sequence": (
+    "a TP group": (rows([5], tensor=[2]), {"zero_stage": 1}),
+    "a TP group that divides the sequence": (
         rows([5], tensor=[2], sequence=True),
         {"zero_stage": 1},
     ),
 }
-OF_UNLIKE_SIZES = {"one beside a team": (rows([4, 3], tensor=[(1, 2)]), {"zero_stage": 3})}
+OF_UNLIKE_SIZES = {"one beside a TP group": (rows([4, 3], tensor=[(1, 2)]), {"zero_stage": 3})}
 
 
 # Some layouts with one of both architectures; others on GPUs of their own.
@@ -178,14 +178,14 @@ SHARED = [(name, case) for case in IN_STAGES | OF_UNLIKE_SIZES for name in ("ber
 FEW = [
     ("bert", "waves"),
     ("bert", "interleaved"),
-    ("bert", "a team that divides the sequence"),
+    ("bert", "a TP group that divides the sequence"),
 ]
 
 
 @pytest.mark.parametrize(
     ("name", "case"), left_out(SHARED, [one for one in SHARED if one not in FEW])
 )
-def test_ranks_of_stages_and_teams_share_a_gpu(name, case):
+def test_ranks_of_stages_and_tp_groups_share_a_gpu(name, case):
     layout, settings = (IN_STAGES | OF_UNLIKE_SIZES)[case]
     plan = staged_plan(name, layout, **settings)
     _, found = train_in_stages(name, plan, STEPS, staged_on="cuda:0")
@@ -197,11 +197,11 @@ def test_ranks_of_stages_and_teams_share_a_gpu(name, case):
 @pytest.mark.parametrize(
     "case",
     [
-        *left_out(IN_STAGES, ["interleaved", "a team", "a team that divides the sequence"]),
+        *left_out(IN_STAGES, ["interleaved", "a TP group", "a TP group that divides the sequence"]),
         *(pytest.param(case, marks=THREE) for case in OF_UNLIKE_SIZES),
     ],
 )
-def test_stages_and_teams_on_gpus_of_their_own(case):
+def test_stages_and_tp_groups_on_gpus_of_their_own(case):
     layout, settings = (IN_STAGES | OF_UNLIKE_SIZES)[case]
     plan = staged_plan("t5", layout, **settings)
     _, found = train_in_stages("t5", plan, STEPS, backend="nccl")

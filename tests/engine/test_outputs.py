@@ -17,7 +17,7 @@ GPT2 = ARCHITECTURES["gpt2"]
 LAYOUTS = {
     "1 + 2": rows([6], [2, 4]),
     "2 + 2, crossing": rows([4, 2], [2, 4]),
-    "a team, then two": rows([6], [4, 2], tensor=[2, 1]),
+    "a TP group, then two": rows([6], [4, 2], tensor=[2, 1]),
 }
 
 

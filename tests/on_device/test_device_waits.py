@@ -73,7 +73,7 @@ def test_no_step_of_any_architecture_waits_for_the_device(names):
 
 SETTINGS: dict[str, tuple[Mode, dict[str, Any]]] = {
     "kept graphs": (Mode(recompute=False), {}),
-    "a head in chunks": (Mode(), {"head": "chunked"}),
+    "chunked cross-entropy": (Mode(), {"head": "chunked"}),
     "one after the other": (Mode(order="sequential"), {"zero_stage": 0}),
     "bf16": (Mode(), {"compute_dtype": "bf16"}),
 }

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumix.hardware.estimates.cluster_shorthand import parse_cluster
-from gpumix.hardware.estimates.decoder_shapes import decoder
+from gpumix.hardware.estimates.decoder_shapes import make_decoder
 from gpumix.hardware.estimates.estimate import estimate_profile
 from gpumix.planner.cluster_change import forecast_clusters
 from gpumix.planner.common.strategy import PlanRequest
@@ -62,7 +62,7 @@ def test_each_is_the_plan_that_is_made_for_its_cluster(one, other, batch):
 def test_what_is_faster_in_stages_counts_in_stages():
     """Two hosts over a slow link: stages are what is planned for them, today and with a better
     one."""
-    shape = decoder(SIZES)
+    shape = make_decoder(SIZES)
     now, then = (
         estimate_profile(
             lambda dtype: shape.model(256, dtype, "small"),

@@ -297,7 +297,7 @@ def test_what_is_kept_and_where_stands_in_the_table():
     workers = [w.model_copy(update=way) for w, way in zip(made.workers, ways)]
     stage = made.stages[0].model_copy(update={"workers": tuple(workers)})
     text = shown(made.model_copy(update={"stages": (stage,), "reasons": None}))
-    for cell in ("recompute, 1 of", "graphs kept", "recompute, head", "in chunks"):
+    for cell in ("recompute, 1 of", "graphs kept", "chunked", "cross-entropy"):
         assert cell in text
     assert "whole on" in text and "the host" in text
 

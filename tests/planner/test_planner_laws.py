@@ -120,7 +120,7 @@ def test_a_class_more_is_never_worse_where_links_are_stated(profile, other, batc
     """It can be left out. Its devices stand on hosts of the others, and on one of its own."""
     like = other.classes[0]
     times = dict.fromkeys((*profile.model.kind_of_call, ROOT), like.units[ROOT])
-    in_chunks = like.chunked_head if profile.model.root.chunked_head else None
+    in_chunks = like.chunked_cross_entropy if profile.model.root.chunked_cross_entropy else None
     hosts = (profile.cluster.devices[0].host, "a-host-more")
     new = [
         Device(id=f"new-{i}", device_class="new", host=host, ordinal=9)
@@ -138,7 +138,7 @@ def test_a_class_more_is_never_worse_where_links_are_stated(profile, other, batc
         "device_class": "new",
         "units": times,
         "compute_dtype": dtype,
-        "chunked_head": in_chunks,
+        "chunked_cross_entropy": in_chunks,
     }
     of_class = like.model_copy(update=changed)
     larger = profile.model_copy(
@@ -199,7 +199,7 @@ def slowed(profile: Profile, factor: float) -> Profile:
                 "optimizer_s_per_element": c.optimizer_s_per_element * factor,
                 "units": slower(c.units),
                 "host_copy": slower(c.host_copy),
-                "chunked_head": slower(c.chunked_head),
+                "chunked_cross_entropy": slower(c.chunked_cross_entropy),
                 "host_optimizer_s_per_element": c.host_optimizer_s_per_element
                 and c.host_optimizer_s_per_element * factor,
             }

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.cost.peak_memory import usable_bytes
+from gpumix.cost.peak_memory import compute_usable_bytes
 from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan
 from gpumix.planner.data_parallel.branch_and_bound import find_fill_level as fill
 from gpumix.planner.optimal import plan_fastest
@@ -35,7 +35,7 @@ def fits(profile, plan) -> bool:
     """By memory that is counted by hand, the framework's with it."""
     return all(
         peak_bytes(profile, plan, rank)[0]
-        <= usable_bytes(profile.cluster.class_named(worker.device_class))
+        <= compute_usable_bytes(profile.cluster.class_named(worker.device_class))
         for rank, worker in enumerate(plan.workers)
     )
 

@@ -279,7 +279,7 @@ def test_islands_and_racks_are_found_in_messages_between_each_two(hosts, what):
     assert near == {*forms, ("gather", "native"), ("reduce", "native"), ("sum", "native")}
 
 
-def test_teams_are_timed_inside_an_island():
+def test_tp_groups_are_timed_inside_an_island():
     devices = [d.model_copy(update={"island": str(n % 2)}) for n, d in enumerate(places(["a"] * 4))]
     assert find_tensor_parallel_ranks(devices, {"card": (2, 4)}) == {2: (0, 2)}
 

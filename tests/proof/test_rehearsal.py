@@ -37,7 +37,7 @@ def test_tests_that_are_left_for_the_end_are_there():
 
 def test_the_engine_trains_as_a_plain_loop_does(tmp_path):
     """A part of stage `smoke`, without the command."""
-    ways = ("fp32_layered", "sequential", "chunked_head")
+    ways = ("fp32_layered", "sequential", "chunked_cross_entropy")
     (found,) = run_ranks(smoke_in, 1, tmp_path, ways, timeout_s=120)
     assert found == dict.fromkeys(("plain_fp32", "plain_bf16", *ways, STAGE), True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpumix.cost.memory_layout.curves import interpolate_bytes, interpolate_seconds
-from gpumix.cost.peak_memory import usable_bytes
+from gpumix.cost.peak_memory import compute_usable_bytes
 from gpumix.schema.profile.profile import ROOT
 from published import GIB, cephalo
 
@@ -46,7 +46,7 @@ def test_longer_samples_take_their_memory_and_fp32_stands_in_for_fp16():
 
 def test_three_quarters_of_a_card_may_be_used():
     profile = cephalo.profile(GPT, {"a6000": 1, "p40": 2})
-    usable = usable_bytes(profile.cluster.class_named("a6000"))
+    usable = compute_usable_bytes(profile.cluster.class_named("a6000"))
     assert usable == pytest.approx(0.75 * 47.99 * GIB, abs=2)
     assert profile.model.parameters == 2770621440 // 32 * 32
 

@@ -16,7 +16,7 @@ import pytest
 
 from gpumix.hardware.host.environment import keep_compiled_code
 from gpumix.schema import files
-from gpumix.schema.file_errors import how_to_write
+from gpumix.schema.file_errors import describe_write_fix
 from helpers.attacks.strangers import as_root, give_away, linked
 
 
@@ -90,10 +90,10 @@ def test_a_line_without_an_end_is_cut_and_the_next_one_found(tmp_path, monkeypat
     log = tmp_path / "log"
     log.write_bytes(b"first\n" + b"x" * 30 + b"\nlast\n")
     with files.open_for_reading(log) as stream:
-        assert list(files.lines_in(stream)) == [b"first\n", b"x" * 8, b"last\n"]
+        assert list(files.iterate_lines(stream)) == [b"first\n", b"x" * 8, b"last\n"]
     log.write_bytes(b"first\n" + b"x" * 300 + b"\nlast\n")
     with files.open_for_reading(log) as stream:
-        assert list(files.lines_in(stream)) == [b"first\n", b"x" * 8]
+        assert list(files.iterate_lines(stream)) == [b"first\n", b"x" * 8]
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 100])
@@ -103,7 +103,7 @@ def test_lines_from_the_end(tmp_path, monkeypatch, block):
     for content in (b"", b"\n", b"one", b"one\n", b"one\n\ntwo three\nfour", b"a\nbb\nccc\n"):
         log.write_bytes(content)
         with files.open_for_reading(log) as stream:
-            found = list(files.lines_from_end(stream))
+            found = list(files.iterate_lines_from_end(stream))
         assert [line for _, line in reversed(found)] == content.splitlines(keepends=True)
         assert all(content[at : at + len(line)] == line for at, line in found)
 
@@ -263,7 +263,7 @@ def test_what_another_user_may_have_written_is_not_executed(tmp_path, spoil):
     library.write_bytes(b"\x7fELF")
     library.chmod(0o700)
     with files.open_trusted(library) as descriptor:
-        assert Path(files.name_of(descriptor, library)).read_bytes() == b"\x7fELF"
+        assert Path(files.make_descriptor_path(descriptor, library)).read_bytes() == b"\x7fELF"
     if spoil == "theirs":
         give_away(library)
     elif spoil == "link":
@@ -279,15 +279,15 @@ def test_what_another_user_may_have_written_is_not_executed(tmp_path, spoil):
 
 def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path, monkeypatch):
     monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
-    with files.scratch_folder() as living:
+    with files.make_scratch_folder() as living:
         child = os.fork()
         if not child:
-            kept = files.scratch_folder()
+            kept = files.make_scratch_folder()
             kept.__enter__()
             os._exit(0)  # as one that is killed
         os.waitpid(child, 0)
         assert len(list(tmp_path.iterdir())) == 2
-        with files.scratch_folder():
+        with files.make_scratch_folder():
             assert living.exists()
             assert len(list(tmp_path.iterdir())) == 2
     assert not list(tmp_path.iterdir())
@@ -306,7 +306,7 @@ def test_a_folder_that_is_being_made_is_not_taken_for_one_of_an_ended_process(
 
     with monkeypatch.context() as patched:
         patched.setattr(files.fcntl, "flock", late)
-        with files.scratch_folder() as folder:
+        with files.make_scratch_folder() as folder:
             patched.undo()
             assert not files._is_left(folder)
     assert seen == [False]
@@ -318,7 +318,7 @@ def test_a_folder_that_is_being_made_is_not_taken_for_one_of_an_ended_process(
      (errno.EROFS, "read-only"), (errno.ENOENT, "by this name"), (errno.EIO, "dmesg")],
 )  # fmt: skip
 def test_each_cause_has_its_own_advice(code, said):
-    assert said in how_to_write(OSError(code, os.strerror(code)))
+    assert said in describe_write_fix(OSError(code, os.strerror(code)))
 
 
 @as_root
@@ -346,11 +346,11 @@ def test_a_cache_of_another_user_is_replaced_by_a_folder_that_does_not_stay(tmp_
     child = os.fork()
     if not child:
         give_away(tmp_path / "cache")
-        made = files.private_folder(tmp_path / "cache")
+        made = files.make_private_folder(tmp_path / "cache")
         os._exit(0 if files.is_private(made) else 1)  # as one that is killed
     assert os.waitpid(child, 0)[1] == 0
     assert len(list((tmp_path / "tmp").iterdir())) == 1
-    with files.scratch_folder() as folder:
+    with files.make_scratch_folder() as folder:
         assert list((tmp_path / "tmp").iterdir()) == [folder]
 
 
@@ -377,7 +377,7 @@ os.kill(os.getpid(), 9)
     assert [name.startswith("gpumix-scratch-") for name in left] == [True]
     deadline = time.monotonic() + 60  # the server has the lock too, and ends by itself
     while time.monotonic() < deadline and any(short_folder.iterdir()):
-        with files.scratch_folder(short_folder):
+        with files.make_scratch_folder(short_folder):
             pass
         time.sleep(0.2)
     assert not list(short_folder.iterdir())

@@ -76,7 +76,7 @@ def staged(
     groups: list[int],
     batches: int,
     *,
-    team: TensorParallelDegree = NO_TENSOR_PARALLEL,
+    tp: TensorParallelDegree = NO_TENSOR_PARALLEL,
     modes: Sequence[Mode] = (),
     **settings,
 ) -> Plan:
@@ -88,9 +88,9 @@ def staged(
     calls, schedule = len(found.model.calls), settings.pop("schedule", "1f1b")
     stages = len(groups) * get_stages_per_group(schedule)
     cut = tuple(calls * (n + 1) // stages for n in range(stages))
-    manners = tuple(StageMode(team, mode) for mode in modes or (PLAIN,) * stages)
+    manners = tuple(StageMode(tp, mode) for mode in modes or (PLAIN,) * stages)
     way = UncutCandidate(tuple(row), manners, schedule, 1)
-    workers = [size // team.degree for size in groups]
+    workers = [size // tp.degree for size in groups]
     counts = settings.pop("counts", tuple((batches // n,) * n for n in workers))
     return build_staged_plan(found, batches, way, cut, counts, strategy="test", **settings)
 
@@ -237,16 +237,16 @@ def test_messages_of_a_wave_go_over_a_link_one_after_the_other():
     assert sent_s(found, plan) == [pytest.approx(6 * MESSAGE / 1e6, rel=0.01)] * 2
 
 
-def test_each_of_a_team_on_another_host_gets_a_message_of_its_own():
+def test_each_of_a_tp_group_on_another_host_gets_a_message_of_its_own():
     found = with_tp_groups(cluster(4, link=1e6, per_host=2), 2, faster=2.0)
-    plan = staged(found, [2, 2], 4, team=TensorParallelDegree(2))
+    plan = staged(found, [2, 2], 4, tp=TensorParallelDegree(2))
     assert [stage.tensor for stage in plan.stages] == [2, 2]
     assert sent_s(found, plan) == [pytest.approx(2 * MESSAGE / 1e6, rel=0.01)] * 8
 
 
 def test_inside_a_host_messages_do_not_hinder_each_other():
     found = with_tp_groups(cluster(4, link=1e6, per_host=4), 2, faster=2.0)
-    plan = staged(found, [2, 2], 4, team=TensorParallelDegree(2))
+    plan = staged(found, [2, 2], 4, tp=TensorParallelDegree(2))
     assert sent_s(found, plan) == [pytest.approx(MESSAGE / 1e6, rel=0.01)] * 8
 
 

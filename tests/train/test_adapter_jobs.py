@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from toys import tokens
 
-from gpumix.engine.model.deferred_init import log_of
+from gpumix.engine.model.deferred_init import get_operation_log
 from gpumix.engine.sharding.initial_weights import make_source
 from gpumix.hardware import runtime
 from gpumix.schema.errors import InputError, MachineError
@@ -308,7 +308,7 @@ def test_adapters_begin_alike_whatever_reads_them(base, tmp_path):
     found = []
     for _ in range(2):
         model = build_model(spec, folder=tmp_path, seed=3)
-        assert log_of(model) is not None
+        assert get_operation_log(model) is not None
         source = make_source(model, spec.weights)
         named = [(n, p) for n, p in model.named_parameters() if "lora_A" in n]
         found.append([source(n, p, 0, p.numel()).numpy() for n, p in named])

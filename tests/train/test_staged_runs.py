@@ -22,7 +22,7 @@ from helpers.runs.jobs import (
     TENSOR_PLAN,
     metrics,
     plan_for,
-    plan_in_unlike_teams,
+    plan_of_mixed_degrees,
     staged_plan_for,
     toy,
     train,
@@ -106,31 +106,31 @@ def test_a_run_in_stages_goes_on_without(job, alone):
 
 
 @pytest.mark.slow
-def test_a_run_in_a_team_is_that_of_one(tmp_path):
+def test_a_run_in_a_tp_group_is_that_of_one(tmp_path):
     model = toy() | {"tensor_plan": TENSOR_PLAN}
     settings = {"model": model, "cluster": PAIR, "lr_scheduler": {"type": "constant"}}
     job = write_job(tmp_path, eval_steps=3, eval_batches=1, **settings)
     alone = train(job, f"output_dir={tmp_path / 'alone'}", plan=plan_for(job, (4, 4), (0.5, 0.5)))
-    team = f"output_dir={tmp_path / 'team'}"
+    tp_group = f"output_dir={tmp_path / 'tp_group'}"
     found = train(
-        job, team, "techniques.tensor_parallel_size=2", "techniques.sequence_parallel=true"
+        job, tp_group, "techniques.tensor_parallel_size=2", "techniques.sequence_parallel=true"
     )
-    plan = Plan.load(tmp_path / "team" / "plan.json")
+    plan = Plan.load(tmp_path / "tp_group" / "plan.json")
     assert [(stage.tensor, stage.sequence) for stage in plan.stages] == [(2, True)]
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)
-    assert evaluations(tmp_path / "team") == pytest.approx(
+    assert evaluations(tmp_path / "tp_group") == pytest.approx(
         evaluations(tmp_path / "alone"), rel=1e-5
     )
 
 
 @pytest.mark.extended
-def test_a_run_in_teams_of_unlike_sizes_is_that_of_one_and_goes_on_without(tmp_path):
+def test_a_run_in_tp_groups_of_unlike_sizes_is_that_of_one_and_goes_on_without(tmp_path):
     model = toy() | {"tensor_plan": TENSOR_PLAN}
     cluster = [CLUSTER[0], *PAIR]
     settings = {"model": model, "cluster": cluster, "lr_scheduler": {"type": "constant"}}
     job = write_job(tmp_path, eval_steps=3, eval_batches=1, **settings)
     alone = train(job, f"output_dir={tmp_path / 'alone'}")
-    there, plan = f"output_dir={tmp_path / 'there'}", plan_in_unlike_teams(job)
+    there, plan = f"output_dir={tmp_path / 'there'}", plan_of_mixed_degrees(job)
     train(job, there, "max_steps=3", plan=plan)
     train(job, there, resume=True)
     seen = [record["loss"] for record in metrics(tmp_path / "there")]
@@ -141,7 +141,7 @@ def test_a_run_in_teams_of_unlike_sizes_is_that_of_one_and_goes_on_without(tmp_p
 
 
 @pytest.mark.extended
-def test_who_insists_has_a_team_of_unlike_devices(tmp_path, capsys):
+def test_who_insists_has_a_tp_group_of_unlike_devices(tmp_path, capsys):
     model = toy() | {"tensor_plan": TENSOR_PLAN}
     alike = write_job(
         tmp_path / "alike", model=model, cluster=PAIR, techniques={"tensor_parallel_size": 2}

@@ -43,8 +43,8 @@ from gpumix.train.processes.store import connect_store
 from gpumix.train.processes.torchrun_runner import (
     NO_DEVICE,
     TorchrunRunner,
+    discover_own_device,
     make_rank_address,
-    own_device,
 )
 from gpumix.train.rank_setup.context import mask_paths
 
@@ -215,7 +215,7 @@ def _start(stack: ExitStack, attendant: TaskServer, deadline: float) -> None:
 def _device(place: TorchrunPlace, job: Job | None) -> tuple[Device, DeviceClass]:
     """Return the device of a torchrun process: named by the job, or discovered."""
     if job is None or not isinstance(job.cluster, Cluster):
-        return own_device(place)
+        return discover_own_device(place)
     runner = TorchrunRunner(place)
     cluster = runner.cluster(job.cluster)
     device = runner.own_device(cluster)

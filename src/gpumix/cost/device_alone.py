@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from gpumix.cost.memory_layout.curves import MicroBatches
-from gpumix.cost.step_time import can_predict_mode, work_seconds
+from gpumix.cost.step_time import can_predict_mode, compute_work_seconds
 from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import ROOT, Profile
 
@@ -30,7 +30,7 @@ def compute_ideal_samples_per_s(profile: Profile, device_class: str) -> float:
     micro = MicroBatches.of(tried, tried)
     modes = [one.model_copy(update={"head": head}) for one in TRIED_MODES for head in TRIED_HEADS]
     seconds = [
-        work_seconds(profile, device_class, micro, mode) / tried
+        compute_work_seconds(profile, device_class, micro, mode) / tried
         for mode in modes
         if can_predict_mode(profile, device_class, mode)
     ]

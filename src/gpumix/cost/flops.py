@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from gpumix.cost.tensor_parallel_groups import get_group_measurements
+from gpumix.cost.tensor_parallel_groups import get_tp_profile
 from gpumix.schema.plan.plan import Plan, Prediction
 from gpumix.schema.plan.splitting import split_micro_batches
 from gpumix.schema.profile.profile import ModelProfile, Profile, UnitKind
@@ -47,7 +47,7 @@ def count_worker_flops(profile: Profile, plan: Plan) -> list[Flops] | None:
         for size in {stage.get_tp_size(worker) for worker in stage.leaders}:
             model = profile.model
             if size > 1:
-                model = get_group_measurements(profile, size, sequence=stage.sequence).model
+                model = get_tp_profile(profile, size, sequence=stage.sequence).model
             kinds = {kind.name: kind for kind in model.kinds}
             if model.root.backward_flops is None or any(
                 kind.backward_flops is None for kind in kinds.values()

@@ -63,7 +63,7 @@ class OwnedState:
     ranks: int
 
 
-def usable_bytes(device_class: DeviceClass) -> int:
+def compute_usable_bytes(device_class: DeviceClass) -> int:
     """Return the bytes of a device's memory that a plan may fill, including framework overhead."""
     reserve = CUDA_RESERVE if device_class.is_gpu else CPU_RESERVE
     return int(device_class.memory_bytes * (1.0 - reserve))
@@ -113,7 +113,7 @@ def compute_owned_by_rank_buckets(
 
 
 @dataclass(frozen=True)
-class Demands:
+class MemoryDemands:
     """Memory of many choices: bytes without state, and bytes per share of the state, on device and
     host.
 
@@ -152,11 +152,11 @@ class MemoryModel:
     ranks: int
     zero_stage: ZeroStage = 3
 
-    def demands(self, held: Activations, *, state_on: Place = "device") -> Demands:
+    def demands(self, held: Activations, *, state_on: Place = "device") -> MemoryDemands:
         """Return the peak memory of each choice, for comparison with any memory size."""
         state = self.state(held.model, state_on)
         divided = self.zero_stage > 0
-        return Demands(
+        return MemoryDemands(
             fixed_bytes=sum(state.fixed_bytes_by_cause.values()) + held.most,
             rounding=state.rounding,
             per_share=state.bytes_per_share,
@@ -477,8 +477,8 @@ class Activations:
                 n: np.ceil(2 * micro.largest_bytes(curve)) for n, curve in left.items()
             }
         self._boundary = {name: np.ceil(together(k.gradient)) for name, k in self._kinds.items()}
-        head = model.root.head if mode.head == "whole" else model.root.chunked_head
-        assert head is not None, "the mode runs the head in chunks, which was not measured"
+        head = model.root.head if mode.head == "whole" else model.root.chunked_cross_entropy
+        assert head is not None, "the mode uses chunked cross-entropy, which was not measured"
         self._working: dict[tuple[str, Pass], FloatArray] = {
             (ROOT, "head"): np.ceil(micro.largest_bytes(head)),
             (ROOT, "backward"): np.ceil(micro.largest_bytes(model.root.backward or head)),
@@ -579,7 +579,7 @@ def _working_sets(kind: UnitKind, *, kept: bool) -> tuple[Curve, Curve]:
     return kind.saved_forward, kind.saved_backward
 
 
-def element_bytes(
+def get_element_bytes(
     profile: Profile, device_class: str, zero_stage: ZeroStage
 ) -> tuple[float, float]:
     """Return the bytes per parameter element on each device of a class, and at the owner, without
@@ -592,7 +592,7 @@ def element_bytes(
     return (whole + owned, 0.0) if zero_stage == 0 else (whole, owned)
 
 
-def free_bytes(profile: Profile, device_class: str) -> int:
+def compute_free_bytes(profile: Profile, device_class: str) -> int:
     """Return the bytes of a device of this class available to tensors."""
-    usable = usable_bytes(profile.cluster.class_named(device_class))
+    usable = compute_usable_bytes(profile.cluster.class_named(device_class))
     return usable - profile.of_class(device_class).framework_bytes

@@ -32,17 +32,17 @@ from gpumix.cost.peak_memory import (
     OwnedState,
     compute_owned_by_rank_buckets,
     compute_owned_state,
-    usable_bytes,
+    compute_usable_bytes,
 )
 from gpumix.cost.pipeline.staged_step import StagedStep, predict_stages
 from gpumix.cost.step_time import (
     can_keep_state_on_host,
     can_predict_mode,
-    exposed_seconds,
-    exposed_wave_seconds,
+    compute_exposed_seconds,
+    compute_exposed_wave_seconds,
+    compute_optimizer_seconds,
+    compute_pass_seconds,
     needs_sync_between_passes,
-    optimizer_seconds,
-    pass_seconds,
 )
 from gpumix.cost.tensor_parallel_groups import (
     TensorParallelGroup,
@@ -141,8 +141,8 @@ class _Step:
 
     def _seconds_over(self, links: CollectiveSeconds) -> float:
         slowest = self._longest(self._waves(links)) + float(self._update_s.max())
-        later = (self._plan.waves - 1) * exposed_wave_seconds(self._in_later_waves(links))
-        return slowest + exposed_seconds(self._profile, links) + later
+        later = (self._plan.waves - 1) * compute_exposed_wave_seconds(self._in_later_waves(links))
+        return slowest + compute_exposed_seconds(self._profile, links) + later
 
     def _waves(self, links: CollectiveSeconds) -> list[tuple[FloatArray, FloatArray]]:
         """Return the forward and backward seconds of each worker, by rank, in each wave."""
@@ -167,7 +167,7 @@ class _Step:
         hidden = self._longest(free_waves) + float(update.max())
         busy = free_forward + free_backward + update
         peaks, host = self._peaks()
-        limits = {c.name: usable_bytes(c) for c in self._profile.cluster.classes}
+        limits = {c.name: compute_usable_bytes(c) for c in self._profile.cluster.classes}
         tokens = plan.global_batch * plan.sequence_length
         return Prediction(
             step_s=step,
@@ -197,7 +197,7 @@ class _Step:
         """Return the forward and backward seconds of each worker, by rank, in a wave."""
         forward, backward = np.zeros(len(self._workers)), np.zeros(len(self._workers))
         for alike in self._alike[wave]:
-            forward[alike.ranks], backward[alike.ranks] = pass_seconds(
+            forward[alike.ranks], backward[alike.ranks] = compute_pass_seconds(
                 self._profile,
                 alike.device_class,
                 links,
@@ -295,7 +295,7 @@ def compute_plan_collectives(profile: Profile, plan: Plan) -> CollectiveSeconds:
 
 def _lay_out(profile: Profile, plan: Plan) -> tuple[ShardedLayout, LinkModel]:
     """Return the layout of a plan's state, and the links between its devices."""
-    shares = shares_by_host(plan)
+    shares = group_shares_by_host(plan)
     layout = ShardedLayout(
         plan.zero_stage,
         plan.sharding,
@@ -317,7 +317,7 @@ def predict_update_seconds(profile: Profile, plan: Plan) -> list[float]:
     stage, gathered = plan.zero_stage, plan.communication_dtype
     kinds = {(w.device_class, w.state_on) for w in plan.workers}
     whole = {
-        (name, on): optimizer_seconds(
+        (name, on): compute_optimizer_seconds(
             profile, name, stage, on, gathered=gathered, parameters_on=plan.parameters_on
         )
         for name, on in kinds
@@ -335,7 +335,7 @@ def group_ranks_by_host(workers: tuple[Worker, ...]) -> dict[str, list[int]]:
     return found
 
 
-def shares_by_host(plan: Plan) -> list[tuple[float, ...]]:
+def group_shares_by_host(plan: Plan) -> list[tuple[float, ...]]:
     """Return the shares of the ranks of each host."""
     workers = plan.workers
     return [
@@ -349,7 +349,9 @@ def get_sharding_group_shares(plan: Plan) -> tuple[float, ...]:
     because all hosts wait for them."""
     if plan.sharding == "all":
         return plan.stages[0].shares
-    return max(shares_by_host(plan), key=lambda shares: (max(shares) * len(shares), len(shares)))
+    return max(
+        group_shares_by_host(plan), key=lambda shares: (max(shares) * len(shares), len(shares))
+    )
 
 
 def check_plan_matches_profile(profile: Profile, plan: Plan) -> None:

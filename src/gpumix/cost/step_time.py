@@ -69,7 +69,7 @@ from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype, Mode, Place
 from gpumix.schema.profile.profile import ROOT, ClassProfile, ModelProfile, Profile
 
 
-def pass_seconds(
+def compute_pass_seconds(
     profile: Profile,
     name: str,
     links: CollectiveSeconds,
@@ -101,7 +101,9 @@ def compute_split_backward(
     return _Work(computing, links).split_seconds()
 
 
-def work_seconds(profile: Profile, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
+def compute_work_seconds(
+    profile: Profile, name: str, micro: MicroBatches, mode: Mode
+) -> FloatArray:
     """Return the seconds of all computation and copies of a device of class `name` in both passes,
     without overlap. Among equally fast choices, the planner prefers the least work."""
     computing = ComputeSeconds(profile.model_of(name), profile.of_class(name), micro, mode)
@@ -117,12 +119,12 @@ def needs_sync_between_passes(zero_stage: ZeroStage) -> bool:
     return zero_stage >= 1
 
 
-def exposed_seconds(profile: Profile, links: CollectiveSeconds) -> float:
+def compute_exposed_seconds(profile: Profile, links: CollectiveSeconds) -> float:
     """Return the seconds of a step that computation never hides, whatever the workers' samples."""
-    return links.gather_s[ROOT] + exposed_wave_seconds(links) + profile.step_overhead_s
+    return links.gather_s[ROOT] + compute_exposed_wave_seconds(links) + profile.step_overhead_s
 
 
-def exposed_wave_seconds(links: CollectiveSeconds) -> float:
+def compute_exposed_wave_seconds(links: CollectiveSeconds) -> float:
     """Return the seconds of a further wave that computation never hides; the root's parameters in
     use throughout stay gathered."""
     last = (links.buckets.kind(0), ROOT, BEFORE)
@@ -134,7 +136,7 @@ def _sum_backward_collectives(links: CollectiveSeconds, overlap: OverlappedRun) 
     return links.backward_s(overlap.gathered, overlap.reduced)
 
 
-def optimizer_seconds(
+def compute_optimizer_seconds(
     profile: Profile,
     device_class: str,
     zero_stage: ZeroStage,
@@ -219,8 +221,10 @@ class ComputeSeconds:
         """Return the seconds of a micro-batch's backward, by samples."""
         times = self.device.units[kind]
         if kind == ROOT and self.mode.head == "chunked":
-            assert self.device.chunked_head is not None, "the head was not measured in chunks"
-            return self.device.chunked_head
+            assert self.device.chunked_cross_entropy is not None, (
+                "chunked cross-entropy was not measured"
+            )
+            return self.device.chunked_cross_entropy
         if self.mode.recompute or kind == ROOT:
             return times.backward
         assert times.gradient is not None, "the mode keeps graphs, which were not measured"
@@ -364,7 +368,7 @@ def can_predict_mode(profile: Profile, device_class: str, mode: Mode) -> bool:
     device = profile.of_class(device_class)
     if mode.boundary == "host" and device.host_copy is None:
         return False
-    if mode.head == "chunked" and device.chunked_head is None:
+    if mode.head == "chunked" and device.chunked_cross_entropy is None:
         return False
     if mode.recompute:
         return True
@@ -375,14 +379,16 @@ def can_predict_mode(profile: Profile, device_class: str, mode: Mode) -> bool:
     )
 
 
-def is_chunked_head_free(profile: Profile, device_class: str) -> bool:
+def is_chunked_cross_entropy_free(profile: Profile, device_class: str) -> bool:
     """Check if chunked cross-entropy was measured to take no more time and memory than the
-    unchunked head, at any number of samples."""
+    head with full logits, at any number of samples."""
     device, root = profile.of_class(device_class), profile.model_of(device_class).root
-    if device.chunked_head is None or root.chunked_head is None:
+    if device.chunked_cross_entropy is None or root.chunked_cross_entropy is None:
         return False
     whole = (device.units[ROOT].backward, root.head)
-    return all(map(_is_never_above, (device.chunked_head, root.chunked_head), whole))
+    return all(
+        map(_is_never_above, (device.chunked_cross_entropy, root.chunked_cross_entropy), whole)
+    )
 
 
 def _is_never_above(one: Curve, other: Curve) -> bool:

@@ -43,8 +43,8 @@ def make_group_profile(
     parallelism or without.
 
     Args:
-        in_stages: for one of several stages; `end_seconds` then gives the collectives at entry and
-            exit of full hidden states.
+        in_stages: for one of several stages; `compute_stage_end_seconds` then gives the collectives
+            at entry and exit of full hidden states.
 
     Raises:
         InputError: no group of this kind was measured.
@@ -59,7 +59,7 @@ def _make_group_profile(
     of: ByIdentity[Profile], degree: int, *, sequence: bool, in_stages: bool
 ) -> Profile:
     profile = of.value
-    tp_profile = get_group_measurements(profile, degree, sequence=sequence)
+    tp_profile = get_tp_profile(profile, degree, sequence=sequence)
     cluster, network = profile.cluster, profile.network
     if len({device.host for device in cluster.devices}) > 1:
         # All ranks of groups share state with their peers at once, over the same links.
@@ -213,7 +213,7 @@ def refuse_unmeasured(
     profile: Profile, kind: TensorParallelGroup, mode: Mode, *, sequence: bool
 ) -> None:
     """Raise an InputError if groups were not measured in a mode."""
-    tp_profile = get_group_measurements(profile, kind.size, sequence=sequence)
+    tp_profile = get_tp_profile(profile, kind.size, sequence=sequence)
     if all(one.device_class != kind.device_class for one in tp_profile.classes):
         raise _not_measured(*kind)
     update = {
@@ -226,8 +226,8 @@ def refuse_unmeasured(
             f"the profile does not say what tensor-parallel groups of {kind.size} of class "
             f"'{kind.device_class}' take to {mode.describe()}",
             code="tensor-parallel-mode-not-measured",
-            fix="profile again on this cluster: `gpumix profile JOB.yaml`; a head in chunks is "
-            "measured of devices that compute alone only",
+            fix="profile again on this cluster: `gpumix profile JOB.yaml`; chunked cross-entropy "
+            "is measured of devices that compute alone only",
         )
 
 
@@ -240,9 +240,7 @@ def _not_measured(name: str, size: int) -> InputError:
     )
 
 
-def get_group_measurements(
-    profile: Profile, degree: int, *, sequence: bool
-) -> TensorParallelProfile:
+def get_tp_profile(profile: Profile, degree: int, *, sequence: bool) -> TensorParallelProfile:
     """Return the measurements of groups of `degree` ranks; see `make_group_profile`."""
     for tp_profile in profile.tp_profiles:
         if (tp_profile.degree, tp_profile.sequence) == (degree, sequence):
@@ -265,7 +263,7 @@ def expand_to_members(profile: Profile, plan: Plan, found: Prediction) -> Predic
         for worker in (leader for leader in stage.leaders if stage.get_tp_size(leader) > 1):
             expected = leaders[worker.device]
             memory = expected.memory_bytes | {
-                "tensor parallel": buffer_bytes(profile, plan, number, worker)
+                "tensor parallel": compute_buffer_bytes(profile, plan, number, worker)
             }
             leaders[worker.device] = expected.model_copy(update={"memory_bytes": memory})
     leader = {
@@ -290,7 +288,7 @@ def list_group_collectives(
     """Return the collectives of a worker's tensor-parallel group, for each unit call of a stage,
     and last those between units: of the stage's part of the root, and of sequence parallelism."""
     one, name = plan.stages[stage], worker.device_class
-    tp_profile, first = _get_tp_profile(profile, one, worker), plan.first_call(stage)
+    tp_profile, first = _get_worker_tp_profile(profile, one, worker), plan.first_call(stage)
     calls = profile.model.kind_of_call[first : first + len(one.units)]
     of_class, nothing = tp_profile.told[name], TensorParallelTraffic()
     root = of_class.get(ROOT, nothing)
@@ -351,7 +349,7 @@ def _is_part(profile: Profile, tp_profile: TensorParallelProfile, taken: StageIn
     return whole is not None and own is not None and own.values[0] < whole.values[0]
 
 
-def end_seconds(
+def compute_stage_end_seconds(
     profile: Profile, plan: Plan, stage: int, worker: Worker, samples: int
 ) -> tuple[float, float]:
     """Return the seconds of a micro-batch's collectives, forward and backward, at entry and exit of
@@ -359,14 +357,14 @@ def end_seconds(
     one = plan.stages[stage]
     if not one.sequence or one.get_tp_size(worker) == 1:
         return 0.0, 0.0
-    tp_profile = _get_tp_profile(profile, one, worker)
+    tp_profile = _get_worker_tp_profile(profile, one, worker)
     device = profile.of_class(worker.device_class)
     ends = _StageEndGathers.of(profile, plan, stage, tp_profile, worker.device_class)
     forward = _seconds(profile, tp_profile, device, samples, (*ends.sent, *ends.left))
     return forward, _seconds(profile, tp_profile, device, samples, ends.entered)
 
 
-def buffer_bytes(profile: Profile, plan: Plan, stage: int, worker: Worker) -> int:
+def compute_buffer_bytes(profile: Profile, plan: Plan, stage: int, worker: Worker) -> int:
     """Return the bytes of a worker's buffers for its group's collectives over gloo, used by
     CPUs."""
     if profile.cluster.class_named(worker.device_class).accelerator != "cpu":
@@ -381,8 +379,8 @@ def buffer_bytes(profile: Profile, plan: Plan, stage: int, worker: Worker) -> in
     return largest["all_reduce"] + (degree + 1) * largest["exchange"] + 2 * largest["reduce"]
 
 
-def _get_tp_profile(profile: Profile, stage: Stage, worker: Worker) -> TensorParallelProfile:
-    return get_group_measurements(profile, stage.get_tp_size(worker), sequence=stage.sequence)
+def _get_worker_tp_profile(profile: Profile, stage: Stage, worker: Worker) -> TensorParallelProfile:
+    return get_tp_profile(profile, stage.get_tp_size(worker), sequence=stage.sequence)
 
 
 def _add_group_collectives(

@@ -14,7 +14,6 @@ from gpumix.doctor.change import Changes, format_overrides
 from gpumix.doctor.examine import TimedWindow
 from gpumix.doctor.function.loss_comparison import describe_loss_difference
 from gpumix.doctor.function.remarks import remark_on_loops, remark_on_steering_reads
-from gpumix.doctor.inside import CODE_CHANGES, RankObservations, RankWatch
 from gpumix.doctor.machine import (
     SITES,
     MachineObservations,
@@ -23,13 +22,14 @@ from gpumix.doctor.machine import (
     remark_on_unfused_attention,
     watch_machine,
 )
+from gpumix.doctor.rank_watch import CODE_CHANGES, RankObservations, RankWatch
 from gpumix.doctor.report import Remark, Suspect
 from gpumix.doctor.suspects import Evidence, find_suspects
 from gpumix.hardware.host.cpu import has_bf16
 from gpumix.hardware.host.environment import has_cpp_compiler
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.errors import GpumixError
-from gpumix.schema.files import scratch_folder
+from gpumix.schema.files import make_scratch_folder
 from gpumix.schema.job.job import Job
 from gpumix.schema.plan.dtypes import choose_compute_dtypes
 from gpumix.schema.plan.plan import Plan
@@ -103,8 +103,8 @@ class JobPatient:
         """Return the profile, measured once for all changes without effect on it."""
         job = self.job
         said = job.model_dump(mode="json", include=MEASURED)
-        teams = (job.techniques.tensor_parallel_size, job.techniques.sequence_parallel)
-        key = json.dumps([said, *teams, job.data.num_workers])
+        tensor_parallel = (job.techniques.tensor_parallel_size, job.techniques.sequence_parallel)
+        key = json.dumps([said, *tensor_parallel, job.data.num_workers])
         if key not in self.profiles:
             self.profiles[key] = self.pipeline.profile()
         return self.profiles[key]
@@ -230,7 +230,7 @@ def open_job_patient(
     debug: bool = False,
 ) -> Iterator[JobPatient]:
     """Provide the job at `path`, with a scratch folder for its windows."""
-    with scratch_folder() as scratch:
+    with make_scratch_folder() as scratch:
         yield JobPatient(path, given, steps + SETTLING, scratch, allowed, debug)
 
 

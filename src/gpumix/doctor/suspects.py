@@ -16,7 +16,7 @@ from gpumix.doctor.function.suspects import (
     suspect_fragmentation,
     suspect_waiting_lines,
 )
-from gpumix.doctor.inside import RankObservations
+from gpumix.doctor.rank_watch import RankObservations
 from gpumix.doctor.report import BATCH_NOTE, DTYPE_NOTE, Suspect
 from gpumix.schema.cluster.kernels import EfficiencySpec
 from gpumix.schema.job.job import Job

@@ -1,8 +1,8 @@
 """A sharded model outside of its engine's steps: calls, reads, saves and unsharding.
 
 Between two steps, a rank with all of the masters has an ordinary model with these parameters. If
-state is sharded, calls gather block after block, and weights are read inside of `whole`, which all
-ranks enter.
+state is sharded, calls gather block after block, and weights are read inside of
+`summon_full_params`, which all ranks enter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 
 from gpumix.engine.model.adapters import list_disabled_adapters
 from gpumix.engine.model.forward_coroutine import ModelError, make_pickling_error
-from gpumix.engine.quantised.packed_weight import Attribute, show_in_modules
+from gpumix.engine.quantised.quantised_parameter import ModuleAttribute, restore_module_parameter
 from gpumix.engine.schedule.pipeline_parallel import PipelineStage
 from gpumix.engine.sharded_model import ShardedModel
 from gpumix.engine.sharding.bucket import Bucket
@@ -103,7 +103,7 @@ class BlockwiseEngine(ShardedModel):
                 "the model was called outside of a step, and no rank computes all of it",
                 code="model-called-between-steps",
                 why="by this plan ranks compute stages of the model, or parts of its layers",
-                fix="with gpumix.whole(model): on all ranks; to evaluate, "
+                fix="with gpumix.summon_full_params(model): on all ranks; to evaluate, "
                 "engine.evaluate(batch) or engine.outputs(function, batch)",
             )
 
@@ -117,7 +117,7 @@ class AccessBetweenSteps:
 
     Attributes:
         in_step: whether the engine runs the model.
-        is_whole: whether the model is unsharded by `whole`.
+        is_whole: whether the model is unsharded by `summon_full_params`.
 
     Args:
         forwards: units' original forwards, where these are not their classes'.
@@ -175,7 +175,7 @@ class AccessBetweenSteps:
         """Compute a unit called outside of a step. Collective if state is sharded.
 
         Raises:
-            ModelError: the plan has stages or teams.
+            ModelError: the plan has stages or tensor parallelism.
         """
         forward = self._forward_of(unit)
         if self.is_whole or self._always_whole:
@@ -263,14 +263,14 @@ class AccessBetweenSteps:
         self._undo.callback(lambda: vars(self._model).pop("generate", None))
 
     def refuse_step(self) -> None:
-        """Refuse a step while the model is unsharded by `whole`.
+        """Refuse a step while the model is unsharded by `summon_full_params`.
 
         Raises:
             InputError: always.
         """
         raise InputError(
-            "a step is made inside of gpumix.whole(model)",
-            code="step-inside-whole",
+            "a step is made inside of gpumix.summon_full_params(model)",
+            code="step-inside-summon-full-params",
             why="inside of it the model is an ordinary module, which the engine does not run",
             fix="leave the with statement before",
         )
@@ -296,7 +296,7 @@ class AccessBetweenSteps:
     # -- unsharding --------------------------------------------------------------------------------
 
     @contextmanager
-    def whole(self) -> Iterator[nn.Module]:
+    def summon_full_params(self) -> Iterator[nn.Module]:
         """Make the model an ordinary one with all weights in the body. Changes of weights, equal on
         all ranks, are written to the sharded model afterwards. Collective."""
         if self.is_whole or (self._of_engine() is None and self._always_whole):
@@ -374,16 +374,16 @@ class AccessBetweenSteps:
             found.append((self._model.get_submodule(path), attribute, own))
         return found
 
-    def _install_whole(self, parameters: Mapping[str, nn.Parameter]) -> list[Attribute]:
+    def _install_whole(self, parameters: Mapping[str, nn.Parameter]) -> list[ModuleAttribute]:
         """Install full parameters in the modules; return what was there before."""
-        new: list[Attribute] = []
+        new: list[ModuleAttribute] = []
         for module, name, own in self._places():
             parameter, form = parameters[own], self._stored[own].format
             if form is not None and type(parameter) is nn.Parameter:  # bytes
-                shown = show_in_modules(form, parameter.data, [module])
+                shown = restore_module_parameter(form, parameter.data, [module])
                 parameter = shown.parameter
                 new += shown.attributes
-            new.append(Attribute(_registered(module), name, parameter))
+            new.append(ModuleAttribute(_registered(module), name, parameter))
         before = [one._replace(value=one.holder.get(one.key)) for one in new]
         for one in new:
             one.holder[one.key] = one.value
@@ -422,11 +422,11 @@ def get_access_between_steps(model: nn.Module) -> AccessBetweenSteps | None:
 
 
 @contextmanager
-def whole(model: nn.Module) -> Iterator[nn.Module]:
+def summon_full_params(model: nn.Module) -> Iterator[nn.Module]:
     """Make a sharded model an ordinary one with all weights in the body: to be called, read, saved
     or changed. All ranks enter it, and each needs memory for the full model.
 
-        with gpumix.whole(model):
+        with gpumix.summon_full_params(model):
             print(model.lm_head.weight.norm())
 
     Raises:
@@ -439,10 +439,10 @@ def whole(model: nn.Module) -> Iterator[nn.Module]:
     if outside.in_step:
         raise InputError(
             "the model cannot be made whole inside of a step",
-            code="whole-inside-step",
-            fix="call gpumix.whole(model) between two steps, on all ranks",
+            code="summon-full-params-inside-step",
+            fix="call gpumix.summon_full_params(model) between two steps, on all ranks",
         )
-    with outside.whole():
+    with outside.summon_full_params():
         yield model
 
 

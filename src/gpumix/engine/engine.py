@@ -41,11 +41,11 @@ from gpumix.engine.reshard import move_state, needs_state_move
 from gpumix.engine.schedule.layered_schedule import LayeredSchedule, Schedule, StepTasks
 from gpumix.engine.schedule.pipeline_parallel import PipelineSchedule, PipelineStage
 from gpumix.engine.schedule.sequential_schedule import SequentialSchedule
-from gpumix.engine.sharding.bucket import SampledGradientNorm, begin_step, leave
+from gpumix.engine.sharding.bucket import SampledGradientNorm, begin_step, release_buckets
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.sharding.parameter_index import ParameterIndex
 from gpumix.engine.sharding.shard import Piece
-from gpumix.engine.sharding.shard_layout import Division
+from gpumix.engine.sharding.shard_layout import ShardLayout
 from gpumix.engine.sharding.unit_discovery import make_untrainable_error
 from gpumix.engine.sharding.unused_parameters import UnusedParameters
 from gpumix.engine.step_state import MAX_UNDONE_STEPS, StepState, StepUndo
@@ -114,7 +114,7 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
         self._seed = seed
         self._worker = plan.workers[comm.rank]
         self._dtype = TORCH_DTYPE[self._worker.compute_dtype]
-        # All ranks of a team compute the same losses; the first one reports them.
+        # All ranks of a tensor-parallel group compute the same losses; the first one reports them.
         last = len(plan.stages) - 1
         computes_them = last in plan.stages_of(comm.rank)
         self.tells_losses = computes_them and plan.get_tp_group(comm.rank, last)[0] == comm.rank
@@ -162,7 +162,7 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
             optimizer: if it `may_update_early`, steps parameters as gradients are done, while
                 others are computed. It must not be stepped again.
             samples: size of a global batch shorter than the plan's, as the last batch of an epoch
-                may be; this rank's share is then given by `schema.plan.batch_shares.rows_of`.
+                may be; this rank's share is then given by `Plan.rows_of`.
 
         Returns:
             The loss of the global batch, equal on every rank: the sum of all losses over their
@@ -221,7 +221,7 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
                 self._unused.finish()
             if self.state_on_host:
                 self.comm.transfers.arrived()  # complete before gradients are read
-            leave(self._buckets)
+            release_buckets(self._buckets)
             if buffers is not None:
                 buffers.keep_changed()
             state.undos = (*state.undos, undo)[-MAX_UNDONE_STEPS:]
@@ -245,8 +245,8 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
             InputError: the plans differ in more, or this state cannot be moved.
         """
         if needs_state_move(self.plan, plan):
-            self._parts = replace(self._parts, division=self._parts.division.with_shares_of(plan))
-            move_state(self._buckets, self._parts.division, optimizer)
+            self._parts = replace(self._parts, layout=self._parts.layout.with_shares_of(plan))
+            move_state(self._buckets, self._parts.layout, optimizer)
         if self.places:
             self.places[0].wires.replan(plan)
             self.places = [replace(place, plan=plan) for place in self.places]
@@ -263,7 +263,7 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
     @property
     def state_on_host(self) -> bool:
         """True if this rank's masters and optimizer state are offloaded to the host."""
-        return self._parts.division.on_host
+        return self._parts.layout.on_host
 
     def may_update_early(self, optimizer: Optimizer) -> bool:
         """Return whether `optimizer` can step some parameters before all gradients are computed: it
@@ -301,19 +301,19 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
         Collective."""
         in_groups = self._join_tensor_parallel_groups()
         pieces: dict[int, list[Piece]] = {}
-        divisions: dict[int, Division] = {}
+        layouts: dict[int, ShardLayout] = {}
         for group in self.groups():  # all ranks go through buckets, and so parts, in one order
-            division = group.division
-            key = id(in_groups.get(id(division.comm), division.comm))
-            divisions[key] = division
+            layout = group.layout
+            key = id(in_groups.get(id(layout.comm), layout.comm))
+            layouts[key] = layout
             pieces.setdefault(key, []).extend(group.pieces)
         parts = []
-        for key, division in divisions.items():
-            comm, ranks = division.comm, division.ranks or range(division.comm.world)
+        for key, layout in layouts.items():
+            comm, ranks = layout.comm, layout.ranks or range(layout.comm.world)
             joined = in_groups.get(id(comm))
             if joined is not None:
                 parts.append(LayoutPart(pieces[key], joined.comm, joined.speeds, copied=True))
-            elif division.replicated:
+            elif layout.replicated:
                 parts.append(LayoutPart(pieces[key], self.comm.alone()))
             else:
                 speeds = [float(self.plan.workers[rank].samples) for rank in ranks]
@@ -330,14 +330,14 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
             comm = self.comm.among(ranks) if stage.tensor > 1 else None
             if comm is None:
                 continue
-            division = own[number].division
+            layout = own[number].layout
             speeds = {
                 rank: self.plan.worker_of(rank, number).samples / len(group)
                 for group in self.plan.list_tp_groups(number)
                 for rank in group
             }
             joined = JoinedGroups(comm, tuple(speeds[rank] for rank in ranks))
-            for one in (division, *division.others, division.undivided):
+            for one in (layout, *layout.others, layout.undivided):
                 if one is not None:
                     found[id(one.comm)] = joined
         return found

@@ -14,13 +14,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from gpumix.engine.batch.batch_split import Loss, MicroBatchTask
-from gpumix.engine.loss.chunked_head import ChunkedHead
+from gpumix.engine.loss.chunked_cross_entropy import ChunkedCrossEntropy
 from gpumix.engine.model.rng import preserve_torch_rng, use_eval_mode
 from gpumix.engine.rehearsal.rehearsing_engine import RehearsingEngine
-from gpumix.engine.rehearsal.samples import is_any
+from gpumix.engine.rehearsal.samples import is_true_on_any_rank
 from gpumix.engine.schedule.layered_schedule import Schedule
 from gpumix.engine.schedule.remote_stage_values import refuse_without_values
-from gpumix.engine.sharding.bucket import leave
+from gpumix.engine.sharding.bucket import release_buckets
 
 Function = Callable[[nn.Module, Any], Any]
 
@@ -29,7 +29,7 @@ class EvaluatingEngine(RehearsingEngine):
     """Engine base class for evaluations."""
 
     _schedule: Schedule
-    _heads: Sequence[ChunkedHead]
+    _heads: Sequence[ChunkedCrossEntropy]
     _evaluation_repeats: bool | None = None  # units, as far as known
 
     @abstractmethod
@@ -82,7 +82,7 @@ class EvaluatingEngine(RehearsingEngine):
         Returns:
             The results by the places of each micro-batch's samples: in `batch`, or with several
                 stages and with `as_trained` in the global batch. With several stages, ranks of the
-                last stage have results, and each rank of a team has the same.
+                last stage have results, and each rank of a tensor-parallel group has the same.
         """
         rows = (as_trained and self._rows_of_step(samples)) or self._rows_given(batch, samples)
         made: dict[range, Any] = {}
@@ -130,8 +130,10 @@ class EvaluatingEngine(RehearsingEngine):
             if as_trained or self._evaluation_repeats is False:
                 results = self._schedule.run_forward(cut, rows)
             else:
-                results, repeats = self._schedule.run_repeatedly(cut, rows, partial(is_any, self))
+                results, repeats = self._schedule.run_repeatedly(
+                    cut, rows, partial(is_true_on_any_rank, self)
+                )
                 if not is_trial and self._evaluation_repeats is None:
                     self._evaluation_repeats = repeats
-        leave(self._buckets)
+        release_buckets(self._buckets)
         return results

@@ -25,7 +25,7 @@ from gpumix.engine.comm.failure_report import FailureReports
 from gpumix.engine.comm.init_distributed import ensure_process_group
 from gpumix.engine.comm.process_groups import get_own_device, make_communicator, needs_gpu
 from gpumix.engine.engine import Engine, ShardedParts
-from gpumix.engine.loss.chunked_head import ChunkedHead
+from gpumix.engine.loss.chunked_cross_entropy import ChunkedCrossEntropy
 from gpumix.engine.loss.objective import make_objective
 from gpumix.engine.loss.reduction import Objective, wrap_objective
 from gpumix.engine.model.equal_weights import broadcast_weights
@@ -38,12 +38,12 @@ from gpumix.engine.model.frozen_base import (
 )
 from gpumix.engine.model.kernel_selection import apply_efficiency
 from gpumix.engine.model.model_settings import find_layer_drop_rates
-from gpumix.engine.quantised.packed_weight import PackedWeight
+from gpumix.engine.quantised.quantised_parameter import QuantisedParameter
 from gpumix.engine.schedule.pipeline_parallel import PipelineStage
 from gpumix.engine.schedule.point_to_point import PointToPointChannels
 from gpumix.engine.schedule.stage_setup import (
     install_placeholders,
-    make_divisions,
+    make_stage_shard_layouts,
     make_tensor_parallel_groups,
     select_rank_part,
     select_stage_part,
@@ -56,7 +56,7 @@ from gpumix.engine.sharding.initial_weights import (
 )
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE
 from gpumix.engine.sharding.parameter_index import ParameterIndex
-from gpumix.engine.sharding.shard_layout import Division
+from gpumix.engine.sharding.shard_layout import ShardLayout
 from gpumix.engine.sharding.unit_discovery import ModelUnits, split_into_units
 from gpumix.engine.tensor_parallel.parallelize import ModuleChanges, parallelize_model
 from gpumix.engine.tensor_parallel.plans import resolve_tensor_plan
@@ -129,14 +129,14 @@ def prepare(
     inventory = ParameterIndex.of(model, anatomy, plan)
     head = _head_in_chunks(model, anatomy, plan, comm.rank)
     forwards = _own_forwards(anatomy)
-    teams = make_tensor_parallel_groups(plan, comm)
-    anatomy, changes = _apply_tensor_parallel(plan, anatomy, comm.rank, teams, tensor, head)
+    tp_groups = make_tensor_parallel_groups(plan, comm)
+    anatomy, changes = _apply_tensor_parallel(plan, anatomy, comm.rank, tp_groups, tensor, head)
     dtypes = Dtypes(TORCH_DTYPE[worker.compute_dtype], TORCH_DTYPE[plan.communication_dtype])
-    packed = any(isinstance(s.parameter, PackedWeight) for u in anatomy.all for s in u.slots)
+    packed = any(isinstance(s.parameter, QuantisedParameter) for u in anatomy.all for s in u.slots)
     source = make_source(model, weights)
     digesting = DigestingSource(source) if has_frozen_base(model, packed) else None
     storage = Storage(comm.device, dtypes, digesting or source, head)
-    parts, places = _make_stages(plan, anatomy, changes, comm, storage, teams)
+    parts, places = _make_stages(plan, anatomy, changes, comm, storage, tp_groups)
     if weights is not None:
         load_buffers(model, weights)
     _move_buffers(model, comm.device)
@@ -220,32 +220,32 @@ def _dissect_as_planned(model: nn.Module, plan: Plan, units: Sequence[str]) -> M
 
 def _head_in_chunks(
     model: nn.Module, anatomy: ModelUnits, plan: Plan, rank: int
-) -> ChunkedHead | None:
-    """Return the chunked head of a rank with the last stage, if planned."""
+) -> ChunkedCrossEntropy | None:
+    """Return the chunked cross-entropy of a rank with the last stage, if planned."""
     last = plan.stages_of(rank)[-1]
     worker = plan.worker_of(rank, last)
     if last < len(plan.stages) - 1 or worker.mode.head != "chunked":
         return None
     units = (unit.module for unit in anatomy.units)
-    return ChunkedHead(model, units, fused=worker.efficiency.loss == "triton")
+    return ChunkedCrossEntropy(model, units, fused=worker.efficiency.loss == "triton")
 
 
 def _apply_tensor_parallel(
     plan: Plan,
     anatomy: ModelUnits,
     rank: int,
-    teams: Mapping[int, Communicator],
+    tp_groups: Mapping[int, Communicator],
     styles: Mapping[str, Any] | None,
-    head: ChunkedHead | None,
+    head: ChunkedCrossEntropy | None,
 ) -> tuple[ModelUnits, ModuleChanges]:
     """Return the model with this rank's tensor-parallel parts; undivided without a group."""
-    team = next(iter(teams.values()), None)
-    if team is None:
+    tp_group = next(iter(tp_groups.values()), None)
+    if tp_group is None:
         return anatomy, ModuleChanges()
-    own = [plan.stages[number] for number in teams]
+    own = [plan.stages[number] for number in tp_groups]
     return parallelize_model(
         anatomy,
-        team,
+        tp_group,
         resolve_tensor_plan(anatomy.root.module, styles),
         part=select_rank_part(anatomy, plan, rank),
         whole=[head.layer] if head is not None and head.layer is not None else [],
@@ -260,30 +260,30 @@ def _make_stages(
     changes: ModuleChanges,
     comm: Communicator,
     storage: Storage,
-    teams: Mapping[int, Communicator],
+    tp_groups: Mapping[int, Communicator],
 ) -> tuple[list[ShardedUnits], list[PipelineStage]]:
     """Make this rank's parts of the plan's stages; a single stage has no place. Collective."""
     if len(plan.stages) == 1:
-        whole, [stage] = Division.of(plan, comm, teams.get(0)), plan.stages
+        whole, [stage] = ShardLayout.of(plan, comm, tp_groups.get(0)), plan.stages
         if find_layer_drop_rates(anatomy.root.module).on:  # the head may come after any unit
             stage = stage.model_copy(update={"after": ()})
         return [shard(anatomy, stage, whole, storage)], []
     elsewhere = install_placeholders(anatomy, changes, plan, comm.rank, storage)
-    division = make_divisions(plan, comm, teams)
+    layout = make_stage_shard_layouts(plan, comm, tp_groups)
     wires = PointToPointChannels(plan, comm, storage.dtypes.communication)
     slots = {slot.name: slot for slot in anatomy.root.slots}
     shared = {
-        one.names: make_shared_bucket([slots[name] for name in one.names], one.division, storage)
-        for one in division.shared
+        one.names: make_shared_bucket([slots[name] for name in one.names], one.layout, storage)
+        for one in layout.shared
     }
     parts, places = [], []
-    for number, alone in division.alone.items():
+    for number, alone in layout.alone.items():
         stage = plan.stages[number]
         used = [bucket for names, bucket in shared.items() if names[0] in (stage.root or ())]
         last = number == len(plan.stages) - 1
         own = storage if last else replace(storage, head=None)
         parts.append(
-            shard(select_stage_part(anatomy, stage, division), stage, alone, own, shared=used)
+            shard(select_stage_part(anatomy, stage, layout), stage, alone, own, shared=used)
         )
         place = PipelineStage(
             plan,

@@ -37,7 +37,7 @@ from gpumix.engine.comm.heartbeat import (
 from gpumix.engine.comm.process_groups import make_communicator
 from gpumix.engine.comm.thread_shutdown import join_threads
 from gpumix.engine.comm.version_check import check_equal_versions, own_versions
-from gpumix.engine.sharding.state_dict import some_of
+from gpumix.engine.sharding.state_dict import join_some_names
 from gpumix.hardware.runtime import choose_backend, is_gpu
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import (
@@ -294,7 +294,7 @@ class RankGroup:
                     return self._explained(error)
             return self._account_of_failure() or self._alone(get_first_line(error))
         except STORE_ERRORS as gone:
-            others = some_of([name for name in self.names if name != self.names[self.rank]])
+            others = join_some_names([name for name in self.names if name != self.names[self.rank]])
             what = error.what if isinstance(error, CommunicationError) else "nothing is heard"
             return self._alone(f"{what}, with {others}; {get_first_line(gone)}")
 

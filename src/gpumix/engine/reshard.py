@@ -22,7 +22,7 @@ from gpumix.engine.optimizers.overlapped_step import is_elementwise
 from gpumix.engine.sharding.bucket import Bucket
 from gpumix.engine.sharding.flat_group import reserve_reduction_memory
 from gpumix.engine.sharding.shard import Shard
-from gpumix.engine.sharding.shard_layout import Division
+from gpumix.engine.sharding.shard_layout import ShardLayout
 from gpumix.engine.sharding.state_dict import get_block_range, get_state_block
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
@@ -88,8 +88,8 @@ def _has_same_micro_batches(before: Plan, after: Plan) -> bool:
     return cuts[0] == cuts[1]
 
 
-def move_state(buckets: Sequence[Bucket], division: Division, optimizer: Optimizer | None) -> None:
-    """Divide the parameters of `buckets`, and the state of `optimizer`, by `division`. Collective,
+def move_state(buckets: Sequence[Bucket], layout: ShardLayout, optimizer: Optimizer | None) -> None:
+    """Divide the parameters of `buckets`, and the state of `optimizer`, by `layout`. Collective,
     between two steps, without gradients.
 
     Raises:
@@ -105,16 +105,16 @@ def move_state(buckets: Sequence[Bucket], division: Division, optimizer: Optimiz
     for bucket in buckets:
         for group in bucket.groups:
             for shard in group.shards:
-                _move_shard(shard, division, optimizer)
+                _move_shard(shard, layout, optimizer)
         bucket.values_changed()
     reserve_reduction_memory([group for bucket in buckets for group in bucket.trainable])
 
 
-def _move_shard(shard: Shard, division: Division, optimizer: Optimizer) -> None:
-    before, after = shard.intervals.offsets, division.intervals(shard.numels).offsets
+def _move_shard(shard: Shard, layout: ShardLayout, optimizer: Optimizer) -> None:
+    before, after = shard.intervals.offsets, layout.intervals(shard.numels).offsets
     if before == after:
         return
-    comm = division.comm
+    comm = layout.comm
     label = f"move of the state of unit '{shard.label}'"
     kept = {}
     for vector in list(_iterate_state_vectors(shard, optimizer)):
@@ -123,11 +123,11 @@ def _move_shard(shard: Shard, division: Division, optimizer: Optimizer) -> None:
         old, new = (vector.locate(shard.numels, cuts) for cuts in (before, after))
         moved = _exchange_interval(own, old, new, comm, label)
         del own
-        if division.on_host:
+        if layout.on_host:
             there = allocate_on_host(moved.numel(), moved.dtype, comm.device)
             moved = there.copy_(moved)
         kept[vector] = moved
-    shard.divide(division, _exchange_interval(shard.master, before, after, comm, label))
+    shard.divide(layout, _exchange_interval(shard.master, before, after, comm, label))
     for vector, flat in kept.items():
         pieces = [shard.pieces[number] for number in vector.pieces]
         ranges = [get_block_range(piece, vector.block) for piece in pieces]

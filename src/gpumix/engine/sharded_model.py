@@ -83,9 +83,9 @@ class ShardedModel:
 
     def _is_replicated(self) -> bool:
         """Return True if each rank has all elements of all parameters, by the plan."""
-        divisions = (group.division for group in self.groups())
+        layouts = (group.layout for group in self.groups())
         return self._inventory.is_single_stage and all(
-            d.replicated and d.team is None for d in divisions
+            d.replicated and d.tp_group is None for d in layouts
         )
 
     def trained_names(self) -> list[str]:
@@ -113,7 +113,7 @@ class ShardedModel:
 
     def frozen_intervals(self) -> Iterator[tuple[str, int, int]]:
         """Yield the intervals of frozen parameters of which this rank has the first copy, by name,
-        as they were read: of a parameter that a team divides each rank reads all."""
+        as they were read: each rank of a tensor-parallel group reads all of a parameter."""
         for piece in self.pieces():
             if piece.local.requires_grad or not piece.first or piece.start == piece.end:
                 continue
@@ -167,7 +167,7 @@ class ShardedModel:
             quantised: with quantised weights; without, less is gathered.
         """
         values = self.gather_values(rank0_only=rank0_only, quantised=quantised)
-        return state.expand_packed(values, self._inventory)
+        return state.expand_quantised(values, self._inventory)
 
     def gather_values(
         self, *, rank0_only: bool = False, quantised: bool = True

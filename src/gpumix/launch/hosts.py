@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import InputError
-from gpumix.schema.file_errors import why_unreadable
+from gpumix.schema.file_errors import explain_unreadable
 from gpumix.schema.files import MARK_BYTES, read_text
 from gpumix.schema.untrusted_text import check_host_name
 from gpumix.schema.value import refuse_duplicates
@@ -80,7 +80,7 @@ def _lines(file: Path) -> list[str]:
             "cannot read the hosts file",
             code="hosts-file-unreadable",
             where=f"--hosts {file}",
-            why=why_unreadable(error),
+            why=explain_unreadable(error),
             fix=HOSTS_FIX,
         ) from error
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from gpumix.planner.common.strategy import PlanRequest, get_prediction, ranked_devices
+from gpumix.planner.common.strategy import PlanRequest, get_prediction, list_devices_by_rank
 from gpumix.planner.data_parallel.class_options import TimeBounds
-from gpumix.planner.data_parallel.search import least_step_s
+from gpumix.planner.data_parallel.search import compute_least_step_s
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.explanation import ClassWorth
@@ -66,7 +66,7 @@ class ClassWorths:
 
     @cached_property
     def _devices(self) -> tuple[Device, ...]:
-        return ranked_devices(self.profile, self.request)
+        return list_devices_by_rank(self.profile, self.request)
 
     def _whole(self, name: str) -> float | None:
         rest = tuple(d.id for d in self._devices if d.device_class != name)
@@ -80,7 +80,7 @@ class ClassWorths:
             return None if found is None else get_prediction(found).step_s / self._step_s - 1.0
         for space in dict.fromkeys((self._first_space, self.request.space)):
             request = self.request.model_copy(update={"devices": rest, "space": space})
-            without_s = least_step_s(self.profile, request, self.paces)
+            without_s = compute_least_step_s(self.profile, request, self.paces)
             if without_s is not None:
                 return without_s / self._step_s - 1.0
         return None
@@ -97,7 +97,7 @@ class ClassWorths:
         larger = self.profile.model_copy(update={"cluster": cluster})
         request = self.request.model_copy(update={"devices": (), "space": self._first_space})
         # New devices may stay idle, so only faster plans count.
-        with_more_s = least_step_s(larger, request, self.paces, below_s=self._step_s)
+        with_more_s = compute_least_step_s(larger, request, self.paces, below_s=self._step_s)
         if with_more_s is None or with_more_s <= 0:
             return 0.0
         return max(0.0, self._step_s / with_more_s - 1.0) / len(new)

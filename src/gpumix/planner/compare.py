@@ -8,9 +8,9 @@ from gpumix.planner.common.strategy import PlanRequest, get_prediction
 from gpumix.planner.plan import (
     PASSING_STRATEGIES,
     STRATEGIES,
+    compare_passes,
     explain_step_time,
-    find_in_passes,
-    weigh_passes,
+    plan_in_passes,
 )
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan, TokenRate, ZeroStage
@@ -77,7 +77,7 @@ def compare(profile: Profile, request: PlanRequest) -> Comparison:
     ]
     for number, name in enumerate(STRATEGIES):
         if name in failures and name in PASSING_STRATEGIES:
-            found = find_in_passes(name, profile, request)
+            found = plan_in_passes(name, profile, request)
             rows[number] = _make_row_in_passes(*found, plans[best]) if found else rows[number]
     return Comparison(
         global_batch=request.global_batch,
@@ -101,7 +101,7 @@ def _make_row(name: str, plan: Plan, best: Plan, *, won: bool) -> StrategyRow:
 
 
 def _make_row_in_passes(passes: int, part: Plan, best: Plan) -> StrategyRow:
-    step_s, why = weigh_passes(passes, part, best)
+    step_s, why = compare_passes(passes, part, best)
     return StrategyRow(
         strategy=part.strategy,
         step_s=step_s,

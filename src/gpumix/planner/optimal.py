@@ -13,16 +13,16 @@ from gpumix.planner.common.strategy import (
     attach_bound,
     compute_time_to_beat,
     get_prediction,
-    ranked_devices,
+    list_devices_by_rank,
 )
 from gpumix.planner.data_parallel.class_options import TimeBounds
+from gpumix.planner.data_parallel.no_fit_error import Explained, make_no_fit_error
 from gpumix.planner.data_parallel.search import plan_one_stage_below
-from gpumix.planner.data_parallel.why_nothing_fits import Explained, make_no_fit_error
-from gpumix.planner.pipeline_parallel.device_order import cell_of
+from gpumix.planner.pipeline_parallel.device_order import get_device_place
 from gpumix.planner.pipeline_parallel.staged_plans import plan_staged_below
 from gpumix.planner.pipeline_parallel.tensor_parallel_search import (
     Searched,
-    ideal_step_s,
+    compute_ideal_step_s,
     search_all_degrees,
 )
 from gpumix.planner.refine import refine_plan
@@ -110,7 +110,7 @@ class FastestPlans:
                 self._leave_out_of_stages(best)
         if space.leave_out and len(self.of_classes) > 1:
             for one in self.of_classes.values():
-                if ideal_step_s(one.profile, one.request) < best.below_s:
+                if compute_ideal_step_s(one.profile, one.request) < best.below_s:
                     best.try_search(one._find_plan)
         if self._may_use_hosts and (best.plan is None or best.plan.parameters_on == "host"):
             best.try_search(self._search_with_parameters_on_hosts)
@@ -129,10 +129,10 @@ class FastestPlans:
         """Search stages of few devices without one of them, and go on from each faster plan."""
         request: PlanRequest | None = self.request
         while request is not None:
-            devices, request = ranked_devices(self.profile, request), None
+            devices, request = list_devices_by_rank(self.profile, request), None
             if not 2 < len(devices) <= MOST_LEFT_OUT_OF:
                 return
-            for device in {cell_of(device): device for device in devices}.values():
+            for device in {get_device_place(device): device for device in devices}.values():
                 kept = tuple(other.id for other in devices if other is not device)
                 fewer = self.request.model_copy(update={"devices": kept})
                 before = best.plan
@@ -188,10 +188,12 @@ class FastestPlans:
             space = space.model_copy(update={"parameters_on": ("device",)})
             request = request.model_copy(update={"space": space})
         found = plan_in_waves(self.profile, request, plan_wave)
-        return found, float("inf") if found is None else ideal_step_s(self.profile, self.request)
+        return found, float("inf") if found is None else compute_ideal_step_s(
+            self.profile, self.request
+        )
 
     def _no_room(self) -> NoFeasiblePlanError:
-        devices, request = ranked_devices(self.profile, self.request), self.request
+        devices, request = list_devices_by_rank(self.profile, self.request), self.request
         return make_no_fit_error(
             self.profile, devices, request.space, request.global_batch, explains=self._explains
         )
@@ -216,7 +218,7 @@ class FastestPlans:
             found = plan_one_stage_below(profile, request, paces, limit_s)
             alone = profile is self.profile
             if found is None and not alone and 1 not in self.request.space.tensor_parallel_size:
-                devices, space = ranked_devices(profile, request), request.space
+                devices, space = list_devices_by_rank(profile, request), request.space
                 raise make_no_fit_error(profile, devices, space, request.global_batch)
         bound_s: float | None = below_s
         if found is not None:

@@ -22,10 +22,10 @@ from gpumix.planner.common.strategy import (
     PlanRequest,
     Strategy,
     get_prediction,
-    ranked_devices,
+    list_devices_by_rank,
 )
 from gpumix.planner.data_parallel.input_bound import account_for_input, slow_down_to_input
-from gpumix.planner.data_parallel.search import least_step_s
+from gpumix.planner.data_parallel.search import compute_least_step_s
 from gpumix.planner.optimal import FastestPlans, plan_fastest
 from gpumix.planner.pipeline_parallel.stage_modes import get_measured_tp_degrees, list_tp_degrees
 from gpumix.planner.pipeline_parallel.staged_plans import plan_staged
@@ -206,7 +206,7 @@ def _single_classes(
         return []
     found, plain = [], not (slow_hosts or _can_have_stages_or_groups(profile, searched.request))
     for name, alone in searched.of_classes.items():
-        step_s = least_step_s(profile, alone.request, paces) if plain else None
+        step_s = compute_least_step_s(profile, alone.request, paces) if plain else None
         if step_s is None:
             reading = partial(STRATEGIES["optimal"], profile, alone.request)
             planned = reading if slow_hosts else alone.plan
@@ -244,10 +244,10 @@ def _explain_even_in_passes(
     profile: Profile, request: PlanRequest, chosen: Plan
 ) -> RejectedPlan | None:
     """Compare the even split in passes with the chosen plan; None if none fits."""
-    found = find_in_passes("even", profile, request)
+    found = plan_in_passes("even", profile, request)
     if found is None:
         return None
-    step_s, why = weigh_passes(*found, chosen)
+    step_s, why = compare_passes(*found, chosen)
     return RejectedPlan(strategy="even", step_s=step_s, why=why)
 
 
@@ -256,7 +256,7 @@ def _find_even_on_fewer(
 ) -> Iterator[RejectedPlan]:
     """Yield the fastest even split without the slowest GPU types, if any fits: nobody would put the
     oldest card into one. Of two types each is compared alone already."""
-    devices = ranked_devices(profile, request)
+    devices = list_devices_by_rank(profile, request)
     names = sorted(
         {device.device_class for device in devices},
         key=lambda name: (compute_ideal_samples_per_s(profile, name), name),
@@ -277,11 +277,11 @@ def _find_even_on_fewer(
         yield fastest
 
 
-def find_in_passes(name: str, profile: Profile, request: PlanRequest) -> tuple[int, Plan] | None:
+def plan_in_passes(name: str, profile: Profile, request: PlanRequest) -> tuple[int, Plan] | None:
     """Return the number of passes and the plan of one, where a strategy takes the batch in several
     passes, one after the other, as trainers that accumulate gradients do; None if none fits. Each
     pass pays for its own collectives."""
-    devices = len(ranked_devices(profile, request))
+    devices = len(list_devices_by_rank(profile, request))
     passes = 2
     while request.global_batch // passes >= devices:
         if request.global_batch % passes == 0:
@@ -292,7 +292,7 @@ def find_in_passes(name: str, profile: Profile, request: PlanRequest) -> tuple[i
     return None
 
 
-def weigh_passes(passes: int, part: Plan, chosen: Plan) -> tuple[float, str]:
+def compare_passes(passes: int, part: Plan, chosen: Plan) -> tuple[float, str]:
     """Return the seconds of a step in passes, and a comparison with the chosen plan's."""
     step_s = passes * get_prediction(part).step_s
     compared = compare_step_times(step_s, get_prediction(chosen).step_s)

@@ -24,7 +24,7 @@ from gpumix.cost.predict import (
     predict_joined_seconds,
     predict_step_seconds,
 )
-from gpumix.cost.step_time import can_predict_mode, pass_seconds
+from gpumix.cost.step_time import can_predict_mode, compute_pass_seconds
 from gpumix.planner.common.strategy import (
     PlanRequest,
     attach_bound,
@@ -222,7 +222,7 @@ def _most_graphs(profile: Profile, plan: Plan, worker: Worker, room: int) -> int
     held = Activations(model, micro, worker.mode, kept).most
     links = compute_plan_collectives(profile, plan)
     seconds = sum(
-        pass_seconds(profile, worker.device_class, links, micro, worker.mode, kept),
+        compute_pass_seconds(profile, worker.device_class, links, micro, worker.mode, kept),
         np.zeros(len(kept)),
     )
     fitting = np.where(held - held[0] <= room, seconds, np.inf)

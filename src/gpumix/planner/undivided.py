@@ -16,7 +16,7 @@ from gpumix.planner.common.class_split import ClassSplit
 from gpumix.planner.common.device_pool import Fleet
 from gpumix.planner.common.score import DeviceLoad, compute_share_capacities
 from gpumix.planner.common.sharding_setting import ShardingSetting, iterate_settings
-from gpumix.planner.common.strategy import PlanRequest, ranked_devices
+from gpumix.planner.common.strategy import PlanRequest, list_devices_by_rank
 from gpumix.planner.data_parallel.branch_and_bound import find_fill_level
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.job.coupled_losses import WHOLE_BATCH
@@ -36,7 +36,7 @@ def plan_undivided(profile: Profile, request: PlanRequest) -> Plan:
             all devices together have none for the state.
     """
     batch = request.global_batch
-    fleet = Fleet.of(profile, ranked_devices(profile, request))
+    fleet = Fleet.of(profile, list_devices_by_rank(profile, request))
     found = (
         division
         for setting in iterate_settings(fleet, request.space)

@@ -21,11 +21,11 @@ from gpumix.planner.common.strategy import (
     PlanRequest,
     get_prediction,
     is_within_memory,
-    ranked_devices,
+    list_devices_by_rank,
 )
 from gpumix.planner.data_parallel.class_options import TimeBounds
+from gpumix.planner.data_parallel.no_fit_error import can_fit_devices
 from gpumix.planner.data_parallel.search import plan_one_stage_below
-from gpumix.planner.data_parallel.why_nothing_fits import can_fit_devices
 from gpumix.planner.pipeline_parallel.tensor_parallel_search import Searched
 from gpumix.planner.refine import join_units
 from gpumix.schema.errors import InputError, LoadingMemoryError, NoFeasiblePlanError
@@ -56,7 +56,7 @@ def plan_in_waves(
     space, batch = request.space.of_one_wave(), request.global_batch
     if space is None:
         return None
-    devices = ranked_devices(profile, request)
+    devices = list_devices_by_rank(profile, request)
     sizes = sorted({ceil(batch / number) for number in NUMBERS}, reverse=True)
 
     def can_fit(size: int) -> bool:
@@ -94,7 +94,7 @@ class FasterWaves:
     ) -> None:
         self._profile, self._request, self._paces = profile, request, paces
         self._below_s, self._gained = below_s, gained
-        self._devices = ranked_devices(profile, request)
+        self._devices = list_devices_by_rank(profile, request)
         counts = Counter(device.device_class for device in self._devices)
         self._speeds = [
             (compute_ideal_samples_per_s(profile, name), count) for name, count in counts.items()

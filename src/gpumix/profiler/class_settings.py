@@ -8,7 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gpumix.hardware.estimates.kernel_choice import PLAIN_SETTINGS, ChosenSettings, choose
+from gpumix.hardware.estimates.kernel_choice import (
+    PLAIN_SETTINGS,
+    ChosenSettings,
+    choose_kernel_settings,
+)
 from gpumix.hardware.host.environment import has_cpp_compiler, installed
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.cluster.kernels import EfficiencySpec
@@ -46,7 +50,7 @@ class ClassSettings:
         """
         dtypes = choose_compute_dtypes(precision, cluster)
         compiled = choose_compiled_classes(compile, cluster, cpp_compiler=has_cpp_compiler())
-        chosen = choose(
+        chosen = choose_kernel_settings(
             efficiency, cluster, dtypes=dtypes, compiled=compiled, installed=installed()
         )
         return cls(dtypes, compiled, chosen)

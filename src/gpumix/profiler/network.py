@@ -360,13 +360,13 @@ def find_tensor_parallel_ranks(
 
 
 def _time_tensor_parallel(
-    comm: Communicator, teams: Mapping[int, Sequence[int]], sizes: list[int]
+    comm: Communicator, groups: Mapping[int, Sequence[int]], sizes: list[int]
 ) -> Iterator[CollectiveTimes]:
     """Yield the collectives of a tensor-parallel group while remaining ranks are idle."""
-    for degree, ranks in sorted(teams.items()):
-        team = comm.among(ranks) or comm.alone()
+    for degree, ranks in sorted(groups.items()):
+        tp_group = comm.among(ranks) or comm.alone()
         for operation, seconds_of in GROUP_COLLECTIVES.items():
-            seconds = [seconds_of(team, size, agree=comm) for size in sizes]
+            seconds = [seconds_of(tp_group, size, agree=comm) for size in sizes]
             yield _times(operation, str(degree), sizes, seconds, group="inside")
 
 
@@ -392,12 +392,12 @@ def _sum_s(comm: Communicator, size: int, *, agree: Communicator) -> float:
     return _time_slowest_rank(agree, lambda: comm.all_reduce(value, "trial all-reduce"))
 
 
-def _team_gather_s(comm: Communicator, size: int, *, agree: Communicator) -> float:
+def _tp_gather_s(comm: Communicator, size: int, *, agree: Communicator) -> float:
     row = torch.zeros(max(1, size // 4 // comm.world), device=comm.device)
     return _time_slowest_rank(agree, lambda: comm.exchange(row, "trial gather")[1].wait())
 
 
-def _team_reduce_s(comm: Communicator, size: int, *, agree: Communicator) -> float:
+def _tp_reduce_s(comm: Communicator, size: int, *, agree: Communicator) -> float:
     part = max(1, size // 4 // comm.world)
     full = torch.zeros(part * comm.world, device=comm.device)
     intervals = ShardIntervals(tuple(part * rank for rank in range(comm.world + 1)))
@@ -415,8 +415,8 @@ def _team_reduce_s(comm: Communicator, size: int, *, agree: Communicator) -> flo
 TensorParallelTrial = Literal["sum", "tp_gather", "tp_reduce"]
 GROUP_COLLECTIVES: dict[TensorParallelTrial, Callable[..., float]] = {
     "sum": _sum_s,
-    "tp_gather": _team_gather_s,
-    "tp_reduce": _team_reduce_s,
+    "tp_gather": _tp_gather_s,
+    "tp_reduce": _tp_reduce_s,
 }
 
 

@@ -169,7 +169,7 @@ def group_workers(plan: Plan, stage: Stage, number: int) -> list[DeviceGroup]:
 
 def _make_group(plan: Plan, stage: Stage, number: int, workers: list[Worker]) -> DeviceGroup:
     own, first = {worker.device for worker in workers}, workers[0]
-    leaders = [team[0] for team in stage.tp_groups if team[0].device in own]
+    leaders = [tp_group[0] for tp_group in stage.tp_groups if tp_group[0].device in own]
     samples = sum(leader.samples for leader in leaders)
     shares = sum(leader.state_share for leader in leaders)
     hosts = tuple(dict.fromkeys(worker.host for worker in stage.workers))

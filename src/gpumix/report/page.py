@@ -12,17 +12,17 @@ from gpumix.report.draw import draw_bar, draw_picture
 from gpumix.report.events import ENDED_EARLY
 from gpumix.report.facts import RunFacts
 from gpumix.report.html import Child, Markup, el
-from gpumix.report.parts.answer import render_speeds
+from gpumix.report.parts.advice import render_advice
 from gpumix.report.parts.cluster_picture import render_cluster
-from gpumix.report.parts.compared import render_prediction_errors
 from gpumix.report.parts.curves import render_curves
-from gpumix.report.parts.happened import render_events
+from gpumix.report.parts.event_list import render_events
 from gpumix.report.parts.memory_bars import render_memory
-from gpumix.report.parts.next_steps import render_advice
 from gpumix.report.parts.plan_picture import render_plan
+from gpumix.report.parts.prediction_errors import render_prediction_errors
 from gpumix.report.parts.reproduce import render_instructions
 from gpumix.report.parts.section import render_gap, render_labels
-from gpumix.report.parts.spent import render_time_shares
+from gpumix.report.parts.speeds import render_speeds
+from gpumix.report.parts.time_shares import render_time_shares
 from gpumix.report.parts.timeline import render_timeline
 from gpumix.report.run import Progress, Run
 from gpumix.schema.errors import InputError

@@ -20,11 +20,11 @@ _WRITABLE = {
 }
 
 
-def how_to_write(error: OSError) -> str:
+def describe_write_fix(error: OSError) -> str:
     """Return the fix for an error raised while writing into a folder."""
     return _WRITABLE.get(error.errno or 0, "look at that disk and at `dmesg | tail`")
 
 
-def why_unreadable(error: Exception) -> str:
+def explain_unreadable(error: Exception) -> str:
     """Return the reason of an error raised while reading, without the file name."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

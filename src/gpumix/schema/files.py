@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from gpumix.schema.errors import MachineError
-from gpumix.schema.file_errors import how_to_write
+from gpumix.schema.file_errors import describe_write_fix
 
 # Maximum size of a kind of file: a marker file of gpumix; a document, such as a plan of 65,536
 # devices; the index of a checkpoint; a line of a log.
@@ -202,7 +202,7 @@ def open_trusted(path: Path) -> Iterator[int]:
         os.close(folder)
 
 
-def name_of(descriptor: int, path: Path) -> str:
+def make_descriptor_path(descriptor: int, path: Path) -> str:
     """Return a name for an open file that survives changes to `path`, if the system supports it."""
     name = Path(f"/proc/self/fd/{descriptor}")
     return str(name if name.exists() else path)
@@ -242,7 +242,7 @@ def read_log(path: Path) -> str:
     return read_bytes(path, DOCUMENT_BYTES).decode("utf-8", errors="replace")
 
 
-def lines_in(stream: BufferedReader) -> Iterator[bytes]:
+def iterate_lines(stream: BufferedReader) -> Iterator[bytes]:
     """Yield the lines from the current position, with line ends. Lines longer than `LINE_BYTES` are
     cut. Iteration ends if the end of a long line is not found within `LOST_BYTES`."""
     while line := stream.readline(LINE_BYTES):
@@ -254,7 +254,7 @@ def lines_in(stream: BufferedReader) -> Iterator[bytes]:
                 return
 
 
-def lines_from_end(stream: BufferedReader) -> Iterator[tuple[int, bytes]]:
+def iterate_lines_from_end(stream: BufferedReader) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a file from last to first, each with its offset. Lines longer than
     `LINE_BYTES` are skipped. Iteration ends if the start of a long line is not within
     `LOST_BYTES`."""
@@ -367,7 +367,7 @@ def replace_text(path: Path, text: str, *, cannot: str, fix: str = "") -> None:
         write_text_atomically(path, text)
     except OSError as error:
         why = error.strerror or str(error)
-        fix = fix or f"{how_to_write(error)}, or write elsewhere"
+        fix = fix or f"{describe_write_fix(error)}, or write elsewhere"
         raise MachineError(
             cannot, code="file-not-writable", where=str(path), why=why, fix=fix
         ) from error
@@ -461,7 +461,7 @@ def make_private(path: Path) -> None:
         raise NotAFileError(errno.EACCES, "it is not this user's alone", str(path))
 
 
-def folder_for_library(path: Path, names: str = "*") -> Path:
+def make_library_folder(path: Path, names: str = "*") -> Path:
     """Create or reuse a folder in which a library opens files by name, without the checks made
     here. Whatever another user put there to redirect it is refused; who can write the folder
     meanwhile is trusted.
@@ -484,7 +484,7 @@ def folder_for_library(path: Path, names: str = "*") -> Path:
     return path
 
 
-def private_folder(path: Path) -> Path:
+def make_private_folder(path: Path) -> Path:
     """Create or reuse a folder accessible only to this user. If another user can enter the folder,
     return a scratch folder instead, until this process exits.
 
@@ -495,20 +495,20 @@ def private_folder(path: Path) -> Path:
     try:
         make_private(path)
     except NotAFileError:
-        path = scratch_for_process()
+        path = make_process_scratch()
     return path
 
 
-def scratch_for_process(root: Path | None = None) -> Path:
-    """Create a scratch folder that stays until this process exits; see `scratch_folder`."""
+def make_process_scratch(root: Path | None = None) -> Path:
+    """Create a scratch folder that stays until this process exits; see `make_scratch_folder`."""
     stack, owner = ExitStack(), os.getpid()
-    path = stack.enter_context(scratch_folder(root))
+    path = stack.enter_context(make_scratch_folder(root))
     atexit.register(lambda: stack.close() if os.getpid() == owner else None)
     return path
 
 
 @contextmanager
-def scratch_folder(root: Path | None = None, prefix: str = _SCRATCH) -> Iterator[Path]:
+def make_scratch_folder(root: Path | None = None, prefix: str = _SCRATCH) -> Iterator[Path]:
     """Create a folder for files of this process, accessible only to this user; remove the folder at
     the end of the block. Folders left by killed processes are removed by the next process.
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gpumix.schema.errors import InputError
-from gpumix.schema.file_errors import why_unreadable
+from gpumix.schema.file_errors import explain_unreadable
 from gpumix.schema.files import read_text, replace_text
 
 # Keys that identify the items of a list in documents.
@@ -95,7 +95,7 @@ class Document(Value):
                 f"cannot read the {cls.KIND}",
                 code="document-unreadable",
                 where=str(path),
-                why=why_unreadable(error),
+                why=explain_unreadable(error),
                 fix=f"give {inside}" if inside.exists() else fix,
             ) from error
         _check_kind(cls, text, path, fix)

@@ -20,10 +20,10 @@ from gpumix.cost.predict import predict
 from gpumix.cost.tensor_parallel_groups import reduce_to_leaders
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
-from gpumix.simulate.in_stages import simulate_stages
+from gpumix.simulate.idle_intervals import iterate_idle_intervals
+from gpumix.simulate.pipeline_simulation import simulate_stages
 from gpumix.simulate.program import Collective, RankTask, StepProgram, build_program
 from gpumix.simulate.replay import ROOT_CALL, EqualRanks, Event, Kind, Replay
-from gpumix.simulate.waits import iterate_idle_intervals
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,13 @@ def _with_members(plan: Plan, found: Replay) -> Replay:
     if not plan.uses_tensor_parallel:
         return found
     numbers = {worker.device: rank for rank, worker in enumerate(plan.workers)}
-    teams = {team[0].device: team for stage in plan.stages for team in stage.tp_groups}
+    tp_groups = {
+        tp_group[0].device: tp_group for stage in plan.stages for tp_group in stage.tp_groups
+    }
     leaders = plan.of_leaders.workers
     lanes = [
         EqualRanks(
-            tuple(numbers[w.device] for r in lane.ranks for w in teams[leaders[r].device]),
+            tuple(numbers[w.device] for r in lane.ranks for w in tp_groups[leaders[r].device]),
             lane.worker,
         )
         for lane in found.lanes

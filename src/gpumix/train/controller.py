@@ -85,7 +85,7 @@ TRANSFORMERS = ("transformers.models.auto.modeling_auto", "transformers.modeling
 
 
 @dataclass(frozen=True)
-class GivenPlan:
+class UserPlan:
     """The plan to train by, if the user gives one, and the profile behind it, if known, each with
     the file that it is from."""
 
@@ -182,7 +182,7 @@ class JobController:
     def plan(self, profile: Profile, strategy: str | None = None) -> Plan:
         return plan_job(self.job, profile, strategy, leaving_out=self._runs.decides_alone)
 
-    def train(self, given: GivenPlan, *, resume: bool) -> Summary:
+    def train(self, given: UserPlan, *, resume: bool) -> Summary:
         """Train by the given plan, or by a plan made first."""
         if self.speaks:
             check_installed(self.job.report_to, self._places)
@@ -196,9 +196,9 @@ class JobController:
             self._check_output(resume)
         elif given.plan is not None and not self._has_all(given.plan):
             self.show("other devices are here than those of the plan: planning again")
-            given = GivenPlan()
+            given = UserPlan()
         elif lessons.memory or lessons.slower:
-            given = GivenPlan()
+            given = UserPlan()
         if given.plan is None and resume and lessons is None:
             given = self._find_own_plan()
         with show_waiting("checking the job"):
@@ -224,7 +224,7 @@ class JobController:
                     mark_failed(self.job.output_dir, get_first_line(error))
                 raise
 
-    def check_start(self, given: GivenPlan, *, resume: bool) -> tuple[Plan | None, Profile | None]:
+    def check_start(self, given: UserPlan, *, resume: bool) -> tuple[Plan | None, Profile | None]:
         """Check everything that this process knows of a start, as `train` does, and start nothing.
         Return the given plan, predicted again, and its profile."""
         check_installed(self.job.report_to, self._places)
@@ -247,7 +247,7 @@ class JobController:
         """Return the device of each rank of a plan, or of every rank without one."""
         return self._runs.devices(self.cluster if plan is None else self._used(plan))
 
-    def _check_plan_or_job(self, given: GivenPlan) -> tuple[Plan | None, Profile | None]:
+    def _check_plan_or_job(self, given: UserPlan) -> tuple[Plan | None, Profile | None]:
         """Check the given plan, or without one what the job says of plans. Return the plan,
         predicted again, and its profile."""
         if given.plan is None:
@@ -260,17 +260,17 @@ class JobController:
             self.show(line)
         return plan, profile
 
-    def _find_own_plan(self) -> GivenPlan:
+    def _find_own_plan(self) -> UserPlan:
         """Return the run's own plan if it holds and the cache lacks measurements for another."""
         cache = MeasurementCache(self.job, self.cluster, self.folder)
         if not self._runs.decides_alone or cache.load() is not None:
-            return GivenPlan()
+            return UserPlan()
         own = load_own_plan(self.job, self.folder, self.cluster)
         if own is None:
-            return GivenPlan()
+            return UserPlan()
         output = self.job.output_dir
         self.show("nothing is measured: the run's own plan and profile still hold")
-        return GivenPlan(*own, str(output / run_files.PLAN), str(output / run_files.PROFILE))
+        return UserPlan(*own, str(output / run_files.PLAN), str(output / run_files.PROFILE))
 
     def _exclude_devices(self, lessons: Lessons | None) -> bool:
         """Leave out devices, and return True if this process takes part; other processes' devices

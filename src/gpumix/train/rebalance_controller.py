@@ -177,8 +177,8 @@ class RebalanceController:
         return PredictedSplitLimits(self._profile, self._planned)
 
     def _limit_samples_by_peak(self) -> Sequence[int]:
-        """Return the most samples for which each team has memory, by peak memory so far.
-        Collective."""
+        """Return the most samples for which each tensor-parallel group has memory, by peak memory
+        so far. Collective."""
         (stage,) = self._planned.stages
         peak = self._context.runtime.peak_bytes()
         part = (
@@ -187,9 +187,9 @@ class RebalanceController:
         parts = [float(text) for text in self._context.ranks.gather("room", str(part))]
         if not peak:
             return [self._planned.global_batch] * len(stage.tp_groups)
-        of_teams = [min(parts[rank] for rank in ranks) for ranks in self._planned.list_tp_groups(0)]
-        now = [team[0].samples for team in stage.tp_groups]
-        return [max(n, int(n * of_team)) for n, of_team in zip(now, of_teams)]
+        factors = [min(parts[rank] for rank in ranks) for ranks in self._planned.list_tp_groups(0)]
+        now = [tp_group[0].samples for tp_group in stage.tp_groups]
+        return [max(n, int(n * factor)) for n, factor in zip(now, factors)]
 
     def _apply_change(self, change: SplitChange) -> Plan:
         plan = with_samples(self._planned, change.samples)

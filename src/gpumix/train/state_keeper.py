@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from gpumix.data.loader import Loader
 from gpumix.engine.engine import Engine
-from gpumix.engine.rehearsal.settled_losses import SettledLosses
+from gpumix.engine.rehearsal.settled_reduction import SettledReduction
 from gpumix.hardware.host.environment import shared_memory_folder
 from gpumix.schema.errors import MachineError, get_first_line
 from gpumix.schema.job.job import Job
@@ -43,7 +43,7 @@ SAVE_EVERY_S = 600.0
 SLOWEST_BYTES_PER_S = 5e7
 # A parameter and the usual optimizer state, in fp32 each.
 BYTES_A_PARAMETER = 12
-SETTLED_LOSSES = "settled_losses"  # key of the content next to copies in memory
+SETTLED_REDUCTION = "settled_reduction"  # key of the content next to copies in memory
 # Copy costs are known after this step: the first copy allocates memory.
 MEASURED_STEPS = 4
 
@@ -196,8 +196,8 @@ class StateKeeper:
 
     def _extra_of_copies(self) -> dict[str, Any]:
         """Return the content next to the state, and how losses add up: see `assume_losses`."""
-        found = self._engine.settled_losses
-        return self._extra if found is None else self._extra | {SETTLED_LOSSES: found.to_json()}
+        found = self._engine.settled_reduction
+        return self._extra if found is None else self._extra | {SETTLED_REDUCTION: found.to_json()}
 
     def _refusal(self, generation: int) -> str:
         """Make this rank's folder for copies in memory; return the reason if impossible."""
@@ -366,9 +366,9 @@ class StateKeeper:
         Args:
             state: what was restored; the job's code is that of the copies.
         """
-        known = state.extra.get(SETTLED_LOSSES)
+        known = state.extra.get(SETTLED_REDUCTION)
         if known is not None and all(state.extra.get(k) == self._extra[k] for k in ("job", "plan")):
-            self._engine.assume(SettledLosses.from_json(known))
+            self._engine.assume(SettledReduction.from_json(known))
 
     def _found_in_memory(self) -> tuple[NewestState, list[StateCopy]] | None:
         """Return the newest state in memory to resume from, and the copies on this host."""
@@ -378,7 +378,7 @@ class StateKeeper:
 
     def _from_memory(self, found: NewestState, held: list[StateCopy]) -> ResumedState:
         assert self._home is not None
-        manifest = reader.load(
+        manifest = reader.load_state(
             self._home,
             held,
             found,

@@ -10,7 +10,7 @@ from gpumix.data.order.sampler import ByLength
 from gpumix.engine.engine import Engine
 from gpumix.engine.prepare import prepare
 from gpumix.engine.sharding.initial_weights import find_unused_tensors
-from gpumix.engine.sharding.state_dict import some_of
+from gpumix.engine.sharding.state_dict import join_some_names
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.train.checkpoint.manifest import get_job_number
@@ -87,7 +87,7 @@ def _build_model(context: RankContext, plan: Plan, *, resume: bool) -> nn.Module
     if context.first and job.model.weights is not None:
         unused = find_unused_tensors(model, job.model.weights)
         if unused:  # a wrong prefix is a mistake, though another task's head is not
-            names = some_of(unused)
+            names = join_some_names(unused)
             get_stderr_console().print(f"the weights hold tensors without a place: {names}")
     return model
 

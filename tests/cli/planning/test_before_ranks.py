@@ -1,5 +1,5 @@
-"""Heads that no team can divide evenly, more stages than there can be, and strategies that can have
-no plan, are told before anything starts."""
+"""Heads that no tensor-parallel group can divide evenly, more stages than there can be, and
+strategies that can have no plan, are told before anything starts."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ def job_with(
 
 @pytest.mark.parametrize("verb", ["train", "profile"])
 @pytest.mark.parametrize("case", CASES)
-def test_of_teams_that_the_job_wants(tmp_path, case, verb):
+def test_of_tp_groups_that_the_job_wants(tmp_path, case, verb):
     heads, key_heads, degree, told = CASES[case]
     job_with(tmp_path, heads, key_heads, degree, techniques={"tensor_parallel_size": degree})
     assert_refused(tmp_path, told, verb, "job.yaml")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_of_teams_of_a_given_plan(tmp_path, case):
+def test_of_tp_groups_of_a_given_plan(tmp_path, case):
     heads, key_heads, degree, told = CASES[case]
     job = job_with(tmp_path, heads, key_heads, degree)
     alone = plan_for(job, [BATCH] + [0] * (degree - 1), [1.0] + [0.0] * (degree - 1))
-    in_a_team(alone).save(tmp_path / "plan.json")
+    in_a_tp_group(alone).save(tmp_path / "plan.json")
     err = assert_refused(tmp_path, told, "train", "job.yaml", "--plan", "plan.json")
     assert "plan.json: stage 1" in err
 
@@ -135,13 +135,13 @@ def test_a_job_is_measured_for_the_strategy_that_is_asked_for(tmp_path, monkeypa
     assert all("ranks were started" in one for one in measured)
 
 
-def in_a_team(plan: Plan) -> Plan:
+def in_a_tp_group(plan: Plan) -> Plan:
     """All of its workers, each with what the first one has."""
     (stage,) = plan.stages
     first = stage.workers[0]
     workers = tuple(first.model_copy(update={"device": w.device}) for w in stage.workers)
-    team = Stage(units=stage.units, workers=workers, tensor=len(workers))
-    return Plan.model_validate(plan.model_dump() | {"stages": (team,)})
+    tp_group = Stage(units=stage.units, workers=workers, tensor=len(workers))
+    return Plan.model_validate(plan.model_dump() | {"stages": (tp_group,)})
 
 
 def assert_refused(folder: Path, told: str, *arguments: str) -> str:

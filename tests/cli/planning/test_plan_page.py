@@ -26,7 +26,7 @@ ASKED = {
     "one stage": ("--cluster", "rtx3090, p40", "--model", "20M", *SMALL),
     "one card": ("--cluster", "l4", "--model", "20M", *SMALL),
     "stages": ("--cluster", "rtx3090, rtx3060", "--model", "1B"),
-    "teams": ("--cluster", "8x v100-16gb-sxm", "--model", "3B", "--global-batch-size", "64"),
+    "tp_groups": ("--cluster", "8x v100-16gb-sxm", "--model", "3B", "--global-batch-size", "64"),
     "hosts": ("--cluster", "2 hosts of 2x t4; l4", "--network", "10GbE", "--model", "60M", *SMALL),
     "long names": (
         "--cluster", "2x rtxpro6000-maxq, quadro-rtx8000, a2",
@@ -170,7 +170,7 @@ def test_what_does_not_fit_says_what_would_and_it_does(arguments):
     assert max(map(len, done.stdout.splitlines())) <= 80
     told = json.loads(gpumix("plan", *arguments, "--json").stdout)
     assert told["error"] == "NoFeasiblePlanError" and told["exit_code"] == 4
-    ways = [way for way in told["ways_out"] if way["change"].startswith("--")]
+    ways = [way for way in told["remedies"] if way["change"].startswith("--")]
     assert any(way["fits"] for way in ways)
     said = " ".join(done.stdout.split())
     (ram,) = [way["change"].split()[1] for way in ways if way["change"].startswith("--ram")] or [""]
@@ -189,7 +189,7 @@ def test_what_does_not_fit_says_what_would_and_it_does(arguments):
 @pytest.mark.extended
 def test_more_cards_are_tried():
     told = json.loads(gpumix("plan", *TOO_LARGE["two cards"], "--json").stdout)
-    fits = {way["change"]: way["fits"] for way in told["ways_out"]}
+    fits = {way["change"]: way["fits"] for way in told["remedies"]}
     for card in ("rtx3090", "rtx3060"):
         cluster = f"rtx3090, rtx3060, {card}"
         done = gpumix("plan", "--cluster", cluster, "--model", "3B", "--json")

@@ -34,10 +34,10 @@ def desk(tmp_path, monkeypatch):
 
 def test_a_size_is_that_of_the_model_that_trains(desk):
     assert gpumix("init", "--data", "texts", "--model", "20M").exit_code == 0
-    from gpumix.hardware.estimates.decoder_shapes import decoder
+    from gpumix.hardware.estimates.decoder_shapes import make_decoder
 
     config = read_job(desk / "job.yaml").model.config
-    assert decoder(config).parameters == pytest.approx(20e6, rel=0.3)
+    assert make_decoder(config).parameters == pytest.approx(20e6, rel=0.3)
 
 
 def test_a_folder_without_weights_or_texts_is_refused(desk):

@@ -422,12 +422,12 @@ def test_without_a_loader_the_generator_is_torchs_own():
 
 def test_seeds_are_those_of_one_place_each():
     places = np.array([0, 1, 2**40, 2**62])
-    seeds = sample_rng.seeds_of(17, places).tolist()
+    seeds = sample_rng.derive_seeds(17, places).tolist()
     assert seeds == [sample_rng.derive_seed(17, place) for place in places.tolist()]
-    many = sample_rng.seeds_of(sample_rng.key_of("a"), np.arange(10**5))
+    many = sample_rng.derive_seeds(sample_rng.derive_key("a"), np.arange(10**5))
     assert len(np.unique(many)) == 10**5
     assert not set(many[:100]) & set(
-        sample_rng.seeds_of(sample_rng.key_of("b"), np.arange(10**5)).tolist()
+        sample_rng.derive_seeds(sample_rng.derive_key("b"), np.arange(10**5)).tolist()
     )
 
 

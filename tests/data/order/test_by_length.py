@@ -169,8 +169,8 @@ def test_ranks_are_as_fast_as_predicted():
 
 def test_in_stages_samples_are_dealt_between_workers_of_the_first():
     plan = staged_plan("gpt2", rows([4, 2], [6]), zero_stage=1)
-    takers = get_batch_workers(plan)
-    assert [(taker.parts, taker.speed) for taker in takers] == [((0, 1), 4), ((2,), 2)]
+    workers = get_batch_workers(plan)
+    assert [(worker.parts, worker.speed) for worker in workers] == [((0, 1), 4), ((2,), 2)]
     lengths = lengths_of(30)
     courses = [RankSampler(Cursor(0, 30, ""), plan, rank, lengths=lengths) for rank in range(3)]
     first, second, all_of_them = (course.indices(0).tolist() for course in courses)

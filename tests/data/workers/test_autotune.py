@@ -17,7 +17,7 @@ from gpumix.data.workers.autotune import (
     Bounds,
     Limit,
     Tuner,
-    choose,
+    choose_settings,
 )
 from gpumix.data.workers.fetch import Cost
 from gpumix.data.workers.prefetcher import MOST_AHEAD, WHOLE_BATCH_SAMPLES, PrefetchSettings
@@ -56,32 +56,37 @@ def measured(wall_s: float, cpu_s: float | None = None, **given) -> BatchMeasure
     ],
 )
 def test_workers(found, bounds, kind, workers):
-    setting = choose(found, bounds, splits=True)
+    setting = choose_settings(found, bounds, splits=True)
     assert (setting.kind, setting.workers) == (kind, workers)
 
 
 @pytest.mark.parametrize("cpu_s", [0.1, 0.001])  # samples that compute, samples that wait
 def test_until_the_device_is_known_there_are_as_many_as_cores(cpu_s):
     few = replace(BOUNDS, cores=2)
-    assert choose(measured(0.1, cpu_s, step_s=0.0), few, splits=True).workers == 2
-    assert choose(measured(0.1, cpu_s, step_s=0.0), BOUNDS, splits=True).workers == 8
-    assert choose(measured(0.1, 0.001), few, splits=True).workers == 3  # then by the device
+    assert choose_settings(measured(0.1, cpu_s, step_s=0.0), few, splits=True).workers == 2
+    assert choose_settings(measured(0.1, cpu_s, step_s=0.0), BOUNDS, splits=True).workers == 8
+    assert (
+        choose_settings(measured(0.1, 0.001), few, splits=True).workers == 3
+    )  # then by the device
 
 
 def test_batches_ahead_hide_slow_samples_as_far_as_memory_goes():
     slow = measured(0.1, tail_s=0.6)
-    assert choose(slow, BOUNDS, splits=True).ahead == 1.2 * 0.6 / STEP_S + 2
-    assert choose(slow, BOUNDS, splits=False).ahead == 2 * 1.2 * 0.6 / STEP_S + 2
-    assert choose(slow, replace(BOUNDS, memory_bytes=5 * 2**20), splits=True).ahead == 5
-    assert choose(slow, replace(BOUNDS, ahead=3), splits=True).ahead == 3
+    assert choose_settings(slow, BOUNDS, splits=True).ahead == 1.2 * 0.6 / STEP_S + 2
+    assert choose_settings(slow, BOUNDS, splits=False).ahead == 2 * 1.2 * 0.6 / STEP_S + 2
+    assert choose_settings(slow, replace(BOUNDS, memory_bytes=5 * 2**20), splits=True).ahead == 5
+    assert choose_settings(slow, replace(BOUNDS, ahead=3), splits=True).ahead == 3
 
 
 def test_parts_of_a_batch_are_as_many_as_may_be_handed_over():
     """2 % of a step of 40 ms: eight that take 0.1 ms each, or two that take 0.4 ms."""
-    assert choose(measured(0.1), BOUNDS, splits=True).chunk == SAMPLES // 8
-    assert choose(measured(0.1, handed_s=4e-4), BOUNDS, splits=True).chunk == SAMPLES // 2
-    assert choose(measured(0.1, handed_s=1e-2), BOUNDS, splits=True).chunk == WHOLE_BATCH_SAMPLES
-    assert choose(measured(0.1, handed_s=1e-6), BOUNDS, splits=True).chunk == 1
+    assert choose_settings(measured(0.1), BOUNDS, splits=True).chunk == SAMPLES // 8
+    assert choose_settings(measured(0.1, handed_s=4e-4), BOUNDS, splits=True).chunk == SAMPLES // 2
+    assert (
+        choose_settings(measured(0.1, handed_s=1e-2), BOUNDS, splits=True).chunk
+        == WHOLE_BATCH_SAMPLES
+    )
+    assert choose_settings(measured(0.1, handed_s=1e-6), BOUNDS, splits=True).chunk == 1
 
 
 def test_where_cores_are_short_batches_have_as_few_parts_as_keep_workers_at_something():
@@ -93,8 +98,10 @@ def test_where_cores_are_short_batches_have_as_few_parts_as_keep_workers_at_some
         (replace(few, ahead=2), SAMPLES // 2 - 5),  # three parts
         (replace(few, memory_bytes=4 * 2**20), SAMPLES // 2),
     ]:
-        assert choose(measured(0.1), bounds, splits=True).chunk == chunk
-    assert choose(measured(0.1, step_s=0.0), few, splits=True).chunk < SAMPLES  # nor is it known
+        assert choose_settings(measured(0.1), bounds, splits=True).chunk == chunk
+    assert (
+        choose_settings(measured(0.1, step_s=0.0), few, splits=True).chunk < SAMPLES
+    )  # nor is it known
 
 
 def test_what_it_takes_to_hand_them_over_is_measured():
@@ -114,7 +121,7 @@ def test_what_it_takes_to_hand_them_over_is_measured():
 )
 def test_settings_are_within_bounds(wall_s, part, tail, step_s, cores, splits):
     found = measured(wall_s, part * wall_s, tail_s=tail * wall_s, step_s=step_s)
-    setting = choose(found, replace(BOUNDS, cores=cores), splits)
+    setting = choose_settings(found, replace(BOUNDS, cores=cores), splits)
     assert setting.workers >= 1 and (
         1 <= setting.chunk <= SAMPLES or setting.chunk == WHOLE_BATCH_SAMPLES
     )

@@ -38,7 +38,7 @@ BY_LENGTH = ByLength(bucketing=True, attention=0.02, window_batches=3)
 STAGED = {
     "stages": rows([6, 2], [8], micro_batch=2, mode=Mode(recompute=False)),
     "waves": rows([4, 4], [4, 4]),
-    "a team, then one": rows([8], [8], tensor=[2, 1], sequence=True, micro_batch=3),
+    "a TP group, then one": rows([8], [8], tensor=[2, 1], sequence=True, micro_batch=3),
 }
 
 
@@ -62,8 +62,8 @@ def one_stage(name: str, mode: Mode = PLAIN, zero_stage: int = 3) -> Plan:
 @pytest.mark.parametrize(
     ("name", "kind"),
     left_out(
-        [("gpt2", "one stage"), ("bert", "one stage"), ("qwen3", "a team, then one")],
-        [("bert", "one stage"), ("qwen3", "a team, then one")],
+        [("gpt2", "one stage"), ("bert", "one stage"), ("qwen3", "a TP group, then one")],
+        [("bert", "one stage"), ("qwen3", "a TP group, then one")],
     ),
 )
 def test_packed_documents_train_as_one_by_one(name, kind):

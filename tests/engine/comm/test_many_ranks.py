@@ -76,9 +76,9 @@ def test_a_collective_is_prepared_among_many_ranks_as_among_few():
 def test_buffers_of_one_length_share_what_has_a_number_for_each_rank():
     with backend_absent():
         shard = preparations(FEW)["gather, equal shares"].func.__self__
-    division = shard._division
-    assert division.intervals(shard.numels) is shard.intervals
-    assert division.intervals([shard.numel + 1]) is not shard.intervals
+    layout = shard._layout
+    assert layout.intervals(shard.numels) is shard.intervals
+    assert layout.intervals([shard.numel + 1]) is not shard.intervals
 
 
 @pytest.mark.parametrize("tensor", [1, 4])

@@ -1,5 +1,5 @@
-"""What a plan of stages, or of teams, says beforehand of collectives, messages and peaks is what
-ranks do."""
+"""What a plan of stages, or of tensor-parallel groups, says beforehand of collectives, messages and
+peaks is what ranks do."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ KEEP = Mode(recompute=False)
 CHUNKED = Mode(recompute=False, head="chunked")
 MOST = 4  # devices of a plan
 # Of each stage its layers, and the samples, micro-batch, share and mode of each worker; then of how
-# many ranks each worker is a team, all or one after the other, and whether it divides the sequence
-# too.
+# many ranks each worker is a tensor-parallel group, all or one after the other, and whether it
+# divides the sequence too.
 PLANS = {
     "1f1b": ([(3, [Share(6, 2, 1)]), (3, [Share(6, 2, 1)])], {"zero_stage": 0}),
     "kept": ([(4, [Share(6, 2, 1, KEEP)]), (2, [Share(6, 2, 1, KEEP)])], {"zero_stage": 0}),
@@ -59,11 +59,11 @@ PLANS = {
     "interleaved, in waves": ([(2, [Share(4, 1, 1), Share(2, 1, 2)]),
                                (1, [Share(4, 1, 2), Share(2, 1, 1)])] * 2,
                               {"zero_stage": 3, "schedule": "interleaved", "waves": 2}),
-    "a team": ([(6, [Share(6, 2, 1)], 2)], {"zero_stage": 0}),
-    "teams, stage 3": ([(6, [Share(4, 2, 1), Share(2, 1, 2)], 2)], {"zero_stage": 3}),
-    "a team, then one": ([(3, [Share(6, 2, 1)], 2), (3, [Share(6, 2, 1)], 1)],
+    "a TP group": ([(6, [Share(6, 2, 1)], 2)], {"zero_stage": 0}),
+    "TP groups, stage 3": ([(6, [Share(4, 2, 1), Share(2, 1, 2)], 2)], {"zero_stage": 3}),
+    "a TP group, then one": ([(3, [Share(6, 2, 1)], 2), (3, [Share(6, 2, 1)], 1)],
                          {"zero_stage": 1}),
-    "a team each": ([(2, [Share(6, 2, 1, KEEP)], 2), (4, [Share(6, 2, 1, KEEP)], 2)],
+    "a TP group each": ([(2, [Share(6, 2, 1, KEEP)], 2), (4, [Share(6, 2, 1, KEEP)], 2)],
                     {"zero_stage": 0}),
     "sequence, joined": ([(6, [Share(6, 2, 1)], 2, True)], {"zero_stage": 3}),
     "sequence, kept": ([(6, [Share(6, 2, 1, KEEP)], 2, True)], {"zero_stage": 1}),
@@ -73,13 +73,13 @@ PLANS = {
     "a sequence each": ([(2, [Share(6, 2, 1, KEEP)], 2, True),
                          (4, [Share(6, 2, 1, KEEP)], 2, True)], {"zero_stage": 0}),
 }  # fmt: skip
-BESIDE_A_TEAM = [Share(4, 2, 1), Share(2, 1, 2)]
+NEXT_TO_A_TP_GROUP = [Share(4, 2, 1), Share(2, 1, 2)]
 UNLIKE = {
-    "unlike, stage 0": ([(6, BESIDE_A_TEAM, (1, 2))], {"zero_stage": 0}),
-    "unlike, stage 1": ([(6, BESIDE_A_TEAM, (2, 1))], {"zero_stage": 1}),
-    "unlike, stage 2": ([(6, BESIDE_A_TEAM, (1, 2))], {"zero_stage": 2}),
-    "unlike, joined": ([(6, BESIDE_A_TEAM, (1, 2))], {"zero_stage": 3}),
-    "unlike, sequence": ([(6, BESIDE_A_TEAM, (1, 2), True)], {"zero_stage": 3}),
+    "unlike, stage 0": ([(6, NEXT_TO_A_TP_GROUP, (1, 2))], {"zero_stage": 0}),
+    "unlike, stage 1": ([(6, NEXT_TO_A_TP_GROUP, (2, 1))], {"zero_stage": 1}),
+    "unlike, stage 2": ([(6, NEXT_TO_A_TP_GROUP, (1, 2))], {"zero_stage": 2}),
+    "unlike, joined": ([(6, NEXT_TO_A_TP_GROUP, (1, 2))], {"zero_stage": 3}),
+    "unlike, sequence": ([(6, NEXT_TO_A_TP_GROUP, (1, 2), True)], {"zero_stage": 3}),
     "unlike, then one": ([(3, [Share(4, 1, 1), Share(2, 1, 2)], (1, 2)), (3, [Share(6, 1, 1)])],
                          {"zero_stage": 3, "waves": 2}),
     "one, then unlike": ([(3, [Share(6, 1, 1)]), (3, [Share(4, 1, 1), Share(2, 1, 2)], (1, 2))],
@@ -106,9 +106,9 @@ def _plan(model: nn.Module, profile: Profile, name: str) -> Plan:
     goes_round = settings.get("schedule") == "interleaved"
     row = len(stages) // 2 if goes_round else len(stages)
     found, device = [], 0
-    for number, ((begin, end), (_, shares, *team)) in enumerate(zip(pairwise(ends), stages)):
+    for number, ((begin, end), (_, shares, *tp_group)) in enumerate(zip(pairwise(ends), stages)):
         device = device if number % row else 0
-        one, (tensor, sequence) = plan_for(model, shares), [*team, *(1, False)[len(team) :]]
+        one, (tensor, sequence) = plan_for(model, shares), [*tp_group, *(1, False)[len(tp_group) :]]
         needs = profile.model.needs_of(begin, end)
         sizes = [tensor] * len(shares) if isinstance(tensor, int) else tensor
         tensor = max(sizes)
@@ -143,7 +143,7 @@ def _plan(model: nn.Module, profile: Profile, name: str) -> Plan:
 
 @pytest.fixture(scope="module")
 def measured() -> Profile:
-    return profiled(ranks=2)  # of which two may be a team
+    return profiled(ranks=2)  # of which two may be a tensor-parallel group
 
 
 @pytest.fixture(scope="module")
@@ -186,10 +186,10 @@ def test_the_peak_is_that_which_was_predicted(profile, plans, done, case):
 
 
 @pytest.mark.parametrize("case", SOME_UNLIKE)
-def test_the_peak_of_teams_of_unlike_sizes_is_not_above_what_was_predicted(
+def test_the_peak_of_tp_groups_of_unlike_sizes_is_not_above_what_was_predicted(
     profile, plans, done, case
 ):
-    """What no team divides, which all ranks have, counts as if leaders alone had it."""
+    """Undivided parameters, which all ranks have, count as if leaders alone had them."""
     predicted = predict(profile, plans[case]).workers
     for worker, (_, _, peak) in zip(predicted, done[case], strict=True):
         assert peak - BESIDE_THE_MODEL_BYTES <= worker.peak_bytes <= 1.25 * peak

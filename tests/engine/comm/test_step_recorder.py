@@ -51,7 +51,7 @@ BESIDE = (*WAITS, "overhead")
 @pytest.fixture(scope="module")
 def both(request):
     """What both ranks record, which are started once; some tests look at two of the plans."""
-    wanted = {"1f1b", "team", *chosen(request, STAGED, by="name")}
+    wanted = {"1f1b", "tp_group", *chosen(request, STAGED, by="name")}
     plans = {name: plan_of(name).model_dump_json() for name in sorted(wanted)}
     return run_ranks(_each_on_rank, 2, plans, timeout_s=120)
 
@@ -126,7 +126,7 @@ def test_steps_are_not_recorded_by_default():
     assert engine.comm.record is SILENT
 
 
-# -- several stages, and teams ---------------------------------------------------------------------
+# -- several stages, and tensor-parallel groups ----------------------------------------------------
 
 HALVES = rows([6], [6])
 STAGED: dict[str, tuple[str, list[Row], dict[str, Any]]] = {
@@ -139,7 +139,7 @@ STAGED: dict[str, tuple[str, list[Row], dict[str, Any]]] = {
     ),
     "interleaved": ("t5", HALVES * 2, {"schedule": "interleaved", "zero_stage": 1}),
     "waves": ("gpt2", HALVES, {"waves": 3, "zero_stage": 3}),
-    "team": ("gpt2", rows([6], tensor=[2]), {"zero_stage": 1}),
+    "tp_group": ("gpt2", rows([6], tensor=[2]), {"zero_stage": 1}),
 }
 
 
@@ -166,7 +166,7 @@ def in_stages(both):
     return {name: [by_plan[name] for by_plan in found] for name in found[0]}
 
 
-IN_STAGES = [name for name in STAGED if name != "team"]
+IN_STAGES = [name for name in STAGED if name != "tp_group"]
 some = pytest.mark.parametrize("name", left_out(IN_STAGES, {*IN_STAGES} - {"1f1b"}))
 
 
@@ -199,9 +199,9 @@ def test_waits_for_messages_are_noted(in_stages):
         assert "receive" in {recording.moves[move].kind for move in waited}
 
 
-def test_a_team_notes_its_sums_between_what_it_computes(in_stages):
+def test_a_tp_group_notes_its_sums_between_what_it_computes(in_stages):
     """Two forward and, as blocks are computed again, four backward in each of three blocks."""
-    for recording in in_stages["team"]:
+    for recording in in_stages["tp_group"]:
         kinds = [activity.kind for activity in recording.activities]
         assert kinds.count("tensor parallel") >= 3 * 6
         place = kinds.index("tensor parallel")

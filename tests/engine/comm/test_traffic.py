@@ -34,7 +34,7 @@ PLANS = {
     "stage 3, two ranks, kept": ([Share(6, 2, 1, kept=7), Share(6, 2, 1, KEEPING)], {}),
     "stage 3, joined": (UNEVEN, {"stage": {"joined": 4}}),
     "stage 3, ends": (EVEN, {"stage": ENDS}),
-    "stage 3, head in chunks": (UNEVEN, {"head": "chunked", "stage": ENDS}),
+    "stage 3, chunked cross-entropy": (UNEVEN, {"head": "chunked", "stage": ENDS}),
     "stage 3, state on hosts": (UNEVEN, {"on_host": (0, 2)}),
     "stage 1, state on hosts": (UNEVEN, {"on_host": (0, 1, 2, 3), "zero_stage": 1}),
     "parameters on the host": (UNEVEN, {"parameters_on": "host", "stage": ENDS}),
@@ -93,6 +93,6 @@ def test_collectives_and_bytes_are_those_that_were_counted(profile, plans, done,
 @pytest.mark.parametrize("case", PLANS)
 def test_the_peak_is_that_which_was_predicted(profile, plans, done, case):
     predicted = predict(profile, plans[case]).workers
-    above = 1.01 if case == "stage 3, head in chunks" else 1.005
+    above = 1.01 if case == "stage 3, chunked cross-entropy" else 1.005
     for worker, (_, _, peak) in zip(predicted, done[case], strict=True):
         assert peak - BESIDE_THE_MODEL_BYTES <= worker.peak_bytes <= above * peak

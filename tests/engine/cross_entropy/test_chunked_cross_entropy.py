@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from gpumix.cost.memory_layout.chunk_rows import compute_chunk_bytes
 from gpumix.engine.cross_entropy import linear_cross_entropy
 from gpumix.engine.cross_entropy.linear_cross_entropy import GradientSum, LinearCrossEntropy
-from gpumix.engine.loss.chunked_head import ChunkedHead
+from gpumix.engine.loss.chunked_cross_entropy import ChunkedCrossEntropy
 from gpumix.engine.model.deferred_init import build
 from gpumix.engine.prepare import prepare
 from gpumix.schema.plan.stage import Mode
@@ -79,7 +79,7 @@ def test_a_step_is_plain(name, small_chunks, runs):
     engine, head = in_chunks(MODELS[name].factory, 5, 5)
     batch = next(batches(MODELS[name], 5, 1))
     assert_step_is_plain(engine, MODELS[name].factory, batch)
-    assert head.supported, head.whole_because
+    assert head.supported, head.full_logits_reason
     assert runs == [True]  # one pass makes loss and gradients
 
 
@@ -233,7 +233,7 @@ def test_a_loss_function_that_looks_at_logits(small_chunks):
     assert results["chunked"][0] == pytest.approx(results["whole"][0], rel=1e-6)
     assert_gradients_equal(results["chunked"][1], results["whole"][1])
     assert shares[2:] == shares[:2]
-    assert engine._parts.head.whole_because == "the model asks its logits for 'argmax'"
+    assert engine._parts.head.full_logits_reason == "the model asks its logits for 'argmax'"
 
 
 @pytest.mark.parametrize("trained", ["lm_head", "model"])
@@ -255,7 +255,7 @@ def test_parts_of_the_head_that_are_not_trained(trained, small_chunks):
 def test_what_was_in_the_gradients_memory_does_not_matter(name, whole, small_chunks):
     """The first gradient is written there, by the head or by autograd: nothing is made zero."""
     engine, head = in_chunks(MODELS[name].factory, 5, 2)
-    head.whole_because = "as if a model had asked for its logits" if whole else ""
+    head.full_logits_reason = "as if a model had asked for its logits" if whole else ""
     for group in engine.groups():
         group.gradient.fill_(torch.nan)
     assert_step_is_plain(engine, MODELS[name].factory, next(batches(MODELS[name], 5, 1)))
@@ -347,6 +347,6 @@ def test_outside_of_a_step_the_model_is_as_it_was():
     model = ARCHITECTURES["gpt2"].factory()
     batch = next(batches(GPT2, 2, 1))
     expected = model(**batch).logits
-    ChunkedHead(model)
+    ChunkedCrossEntropy(model)
     assert type(model(**batch).logits) is torch.Tensor
     assert torch.equal(model(**batch).logits, expected)

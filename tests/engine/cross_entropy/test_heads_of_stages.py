@@ -1,4 +1,4 @@
-"""A last stage that makes the head in chunks trains like one process."""
+"""A last stage with chunked cross-entropy trains like one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = 10  # of a chunk: a micro-batch has several
 
 
 def in_chunks(layout: Sequence[Row], *, only: Sequence[int] = ()) -> list[Row]:
-    """The same with the head in chunks at all workers of the last stage, or at these only."""
+    """The same with chunked cross-entropy at all workers of the last stage, or at these only."""
     *others, last = layout
     shares = tuple(
         share._replace(mode=share.mode.model_copy(update={"head": "chunked"}))
@@ -34,7 +34,7 @@ TWO = rows([6], [2, 4])
 THREE = rows([6], [4, 2], [6])
 ALONE = rows([8], [8], micro_batch=2)
 KEPT = rows([6], [2, 4], mode=Mode(recompute=False))
-TEAM = rows([6], [6], tensor=[1, 2])
+TP_GROUP = rows([6], [6], tensor=[1, 2])
 
 WAYS: dict[str, tuple[list[Row], dict[str, Any]]] = {
     "1f1b, 0": (in_chunks(TWO), {"zero_stage": 0}),
@@ -43,8 +43,8 @@ WAYS: dict[str, tuple[list[Row], dict[str, Any]]] = {
     "waves, 3": (in_chunks(ALONE), {"zero_stage": 3, "waves": 2}),
     "zero-bubble, 1": (in_chunks(KEPT), {"schedule": "zero-bubble", "zero_stage": 1}),
     "one of two, 1": (in_chunks(TWO, only=[1]), {"zero_stage": 1}),
-    "a team, 1": (in_chunks(TEAM), {"zero_stage": 1}),
-    "a team, 3": (in_chunks(TEAM), {"zero_stage": 3}),
+    "a TP group, 1": (in_chunks(TP_GROUP), {"zero_stage": 1}),
+    "a TP group, 3": (in_chunks(TP_GROUP), {"zero_stage": 3}),
 }
 AROUND: dict[str, tuple[list[Row], dict[str, Any]]] = {
     f"interleaved, {stage}": (

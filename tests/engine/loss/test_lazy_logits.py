@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpumix.engine.cross_entropy import linear_cross_entropy
-from gpumix.engine.loss.chunked_head import ChunkedHead
+from gpumix.engine.loss.chunked_cross_entropy import ChunkedCrossEntropy
 from gpumix.engine.model.forward_coroutine import ModelError
 from helpers.errors import raises
 
@@ -57,7 +57,7 @@ def compared(function, tolerance=1e-6, **settings):
     """The head of `function`, whose results are right."""
     expected = outcome(Head(function, **settings))
     model = Head(function, **settings)
-    head = ChunkedHead(model)
+    head = ChunkedCrossEntropy(model)
     with head.step(None):
         found = outcome(model)
     for one, other in zip(found, expected, strict=True):
@@ -157,7 +157,7 @@ FALLS_BACK = {
 def test_falls_back(name):
     head = compared(FALLS_BACK[name])
     assert not head.supported
-    assert "the model asks its logits for" in head.whole_because
+    assert "the model asks its logits for" in head.full_logits_reason
 
 
 def test_a_scale_that_is_trained_gets_its_gradient():
@@ -170,7 +170,7 @@ def test_a_scale_that_is_trained_gets_its_gradient():
             return self.function(self.output(hidden) * self.scale, labels)
 
     model = Scaled(loss)
-    with ChunkedHead(model).step(None):
+    with ChunkedCrossEntropy(model).step(None):
         found = outcome(model)
     for one, other in zip(found, outcome(Scaled(loss)), strict=True):
         torch.testing.assert_close(one, other)
@@ -178,7 +178,7 @@ def test_a_scale_that_is_trained_gets_its_gradient():
 
 def test_without_gradients():
     model = Head(FOLLOWED["softcap"])
-    head = ChunkedHead(model)
+    head = ChunkedCrossEntropy(model)
     with torch.no_grad():
         expected = model(*inputs())
         with head.step(None):
@@ -190,7 +190,7 @@ def test_without_gradients():
 
 def test_autocast_is_left_alone():
     model = Head(loss)
-    head = ChunkedHead(model)
+    head = ChunkedCrossEntropy(model)
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(*inputs())
         with head.step(None):
@@ -201,7 +201,7 @@ def test_autocast_is_left_alone():
 def test_logits_that_are_asked_for_too_late():
     kept = []
     model = Head(lambda x, y: (kept.append(x), loss(x, y))[1])
-    with ChunkedHead(model).step(None):
+    with ChunkedCrossEntropy(model).step(None):
         model(*inputs())
     assert kept[0].shape == (SAMPLES, LENGTH, VOCABULARY)
     with raises(ModelError, code="logits-after-step"):
@@ -224,7 +224,7 @@ def test_operands_that_are_written_into_later(wanted):
         return value if wanted == "loss" else value + logits.argmax()
 
     model = Head(function)
-    head = ChunkedHead(model)
+    head = ChunkedCrossEntropy(model)
     expected = model(*inputs())
     with head.step(None):
         torch.testing.assert_close(model(*inputs()), expected)
@@ -241,10 +241,10 @@ def test_hidden_states_that_are_written_into_later(use):
 
     model = Writes(use)
     refused = raises(ModelError, code="logits-source-overwritten")
-    with torch.no_grad(), ChunkedHead(model).step(None), refused:
+    with torch.no_grad(), ChunkedCrossEntropy(model).step(None), refused:
         model(*inputs())
 
 
 def test_a_model_without_an_output_layer():
-    head = ChunkedHead(nn.Sequential(nn.Linear(4, 2)))
-    assert "no linear output layer" in head.whole_because
+    head = ChunkedCrossEntropy(nn.Sequential(nn.Linear(4, 2)))
+    assert "no linear output layer" in head.full_logits_reason

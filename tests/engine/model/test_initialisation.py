@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.initialization import orthogonal_
 
-from gpumix.engine.model.deferred_init import build, log_of
+from gpumix.engine.model.deferred_init import build, get_operation_log
 from helpers.extended import every_second, left_out
 from helpers.processes.harness import run_ranks
 from helpers.training.models import ARCHITECTURES, WIDTH, Block, Regression, vectors
@@ -22,7 +22,7 @@ LARGE = 100  # WIDTH x LARGE x 4 elements are more than are made at once
 def whole(factory, seed=SEED):
     """All parameters of a built model, by name."""
     model = build(factory, seed)
-    log = log_of(model)
+    log = get_operation_log(model)
     return {n: log.materialize(p) if p.is_meta else p for n, p in model.named_parameters()}
 
 

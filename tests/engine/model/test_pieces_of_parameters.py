@@ -352,7 +352,7 @@ def test_torchs_optimizers_choose_fused_kernels_for_pieces_too():
 
 
 def test_a_closure_of_a_step_runs_as_outside_of_it():
-    """Its steps may use a head in chunks, and its clipping goes by pieces."""
+    """Its steps may use chunked cross-entropy, and its clipping goes by pieces."""
     engine = engine_for(GPT2.factory, [Share(4, 2, 1, Mode(head="chunked"))])
     optimizer = sgd(engine.parameters())
     batch = next(batches(GPT2, 4, 1))

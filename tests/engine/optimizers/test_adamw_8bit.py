@@ -399,7 +399,7 @@ def test_state_moves_while_a_run_trains(on_host):
             assert np.array_equal(found.reshape(-1), value.numpy().reshape(-1)), key
 
 
-# -- stages and teams ------------------------------------------------------------------------------
+# -- stages and tensor-parallel groups -------------------------------------------------------------
 
 STAGED = {
     "1 + 1": rows([6], [6]),
@@ -425,13 +425,13 @@ def test_stages_change_no_bit(layout, zero_stage):
     assert_same({name: found[name] for name in expected}, expected)
 
 
-def test_a_team_whose_parts_cut_blocks_is_refused():
+def test_a_tp_group_whose_parts_cut_blocks_is_refused():
     plan = staged_plan("gpt2", rows([4, 2], tensor=[2]), optimizer_state="8bit")
-    found = run_ranks(_team, len(plan.workers), plan.model_dump_json())
+    found = run_ranks(_refuse_tp_group, len(plan.workers), plan.model_dump_json())
     assert all("tensor parallelism divides elements" in one for one in found)
 
 
-def _team(plan_json: str) -> str:
+def _refuse_tp_group(plan_json: str) -> str:
     engine = staged_engine("gpt2", Plan.model_validate_json(plan_json))
     with pytest.raises(InputError) as caught:
         engine.check_optimizer(make(engine.parameters(), min_8bit_size=1))
@@ -442,7 +442,7 @@ def _team(plan_json: str) -> str:
     ("shape", "dim", "packed"), [((768, 512), 0, 3), ((768, 1024), 1, 1), ((64, 96), 0, 1)]
 )
 def test_maxima_lie_in_windows_as_their_elements_do(shape, dim, packed):
-    """Of each part of a team the maxima of its blocks, taken together, are those of the tensor."""
+    """The maxima of the blocks of all tensor-parallel parts are those of the tensor."""
     tensor = gradient("x", torch.Size(shape), 0)
     alone = ParameterSlice(torch.Size(shape)).of_blocks(BLOCK)
     expected = tensor.reshape(-1, BLOCK).abs().amax(1).view(alone.shape)

@@ -11,14 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpumix.engine.access_between_steps import unshard, whole
+from gpumix.engine.access_between_steps import summon_full_params, unshard
 from gpumix.engine.prepare import prepare
 from gpumix.engine.quantised.linear_layers import make_quantised_linear
-from gpumix.engine.quantised.packed_weight import PackedWeight
-from gpumix.engine.quantised.weight_formats import iterate_packed, pack
+from gpumix.engine.quantised.quantised_parameter import QuantisedParameter
+from gpumix.engine.quantised.weight_formats import (
+    iterate_quantised_parameters,
+    to_quantised_parameter,
+)
 from gpumix.engine.rehearsal import observations
 from gpumix.engine.sharding.absent_parameter import AbsentParameter
-from gpumix.engine.sharding.unit_discovery import frozen_bytes, split_into_units
+from gpumix.engine.sharding.unit_discovery import count_frozen_bytes, split_into_units
 from gpumix.integrations.common.plan_and_shard import without_weights
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
@@ -68,7 +71,7 @@ def test_shares_that_cut_blocks_of_quantisation_train_as_stock(folder, base):
 
 
 def _cut(folder: Path, base: str, plan: str) -> list[int]:
-    """Where this rank's parts of packed weights begin."""
+    """Where this rank's parts of quantised parameters begin."""
     engine, _ = q.engine_for(folder, base, Plan.model_validate_json(plan))
     packed = [group for group in engine.groups() if group.full.dtype == torch.uint8]
     return [piece.start for group in packed for piece in group.pieces if piece.start]
@@ -91,13 +94,17 @@ def test_ranks_that_compute_in_unlike_dtypes_gather_the_same_bytes(folder):
 @pytest.mark.parametrize("base", BASES)
 def test_constants_are_divided_and_counted(folder, base):
     model = q.load_adapted(folder, base)
-    constants = sum(t.nbytes for _, one in iterate_packed(model) for t in one.tensors().values())
+    constants = sum(
+        t.nbytes for _, one in iterate_quantised_parameters(model) for t in one.tensors().values()
+    )
     every = q.packed_bytes(model)
     assert constants <= every < 1.02 * constants
     slots = [slot for unit in split_into_units(model).all for slot in unit.slots]
-    floats = sum(s.parameter.numel() for s in slots if not isinstance(s.parameter, PackedWeight))
+    floats = sum(
+        s.parameter.numel() for s in slots if not isinstance(s.parameter, QuantisedParameter)
+    )
     trained = sum(s.parameter.numel() for s in slots if s.parameter.requires_grad)
-    assert frozen_bytes(slots, torch.float32) == every + 4 * (floats - trained)
+    assert count_frozen_bytes(slots, torch.float32) == every + 4 * (floats - trained)
     plan = q.plan_of(model, q.SHARES[3], zero_stage=3)
     told = run_ranks(_held, 3, folder, base, plan)
     assert sum(of_rank for of_rank, _, _ in told) == every
@@ -133,7 +140,7 @@ def test_gathers_move_four_bits_and_constants_once(folder):
     plan = q.plan_of(q.load_adapted(folder, "nf4"), q.SHARES[2], zero_stage=3)
     for bytes_per_weight, counts in run_ranks(_gathered, 2, folder, "nf4", plan):
         assert bytes_per_weight <= 0.57
-        # Of each block: what is trained, norms, and packed weights with their constants.
+        # Of each block: what is trained, norms, and quantised parameters with their constants.
         assert counts == 3
 
 
@@ -170,7 +177,7 @@ def _outside_steps(folder: Path, base: str, plan: str):
     losses = [engine.evaluate({key: value[rows] for key, value in batch.items()}).item()]
     with torch.no_grad():
         losses.append(model(**batch).loss.item())
-        with whole(model):
+        with summon_full_params(model):
             losses.append(model(**batch).loss.item())
             inside = model.state_dict()
         losses.append(model(**batch).loss.item())
@@ -189,7 +196,7 @@ def test_a_copy_without_weights_has_the_same_units_and_no_values(folder, base):
     empty = without_weights(model)
     assert split_into_units(empty).fingerprint() == split_into_units(model).fingerprint()
     assert all(p.is_meta for p in empty.parameters())
-    for _, one in iterate_packed(empty):
+    for _, one in iterate_quantised_parameters(empty):
         assert all(tensor.is_meta for tensor in one.tensors().values())
     assert not any(p.is_meta for p in model.parameters())
 
@@ -199,11 +206,11 @@ def test_bytes_are_those_of_bitsandbytes(folder, base):
     """A weight that is quantised when it is read has the bytes of one that was loaded quantised,
     in any pieces."""
     layer = torch.nn.Linear(96, 40)
-    ours = pack((made := make_quantised_linear(layer, base)).weight, made)
+    ours = to_quantised_parameter((made := make_quantised_linear(layer, base)).weight, made)
     form = ours.format
     mine = form.read(form.quantise(layer.weight.detach()), 0, form.nbytes)
     theirs = make_quantised_linear(layer, base).to("cpu")
-    loaded = pack(theirs.weight, theirs)
+    loaded = to_quantised_parameter(theirs.weight, theirs)
     assert loaded.format == form
     assert torch.equal(form.read(loaded.tensors(), 0, form.nbytes), mine)
     cuts = [0, 1, 63, 64, 1000, form.nbytes - 3, form.nbytes]
@@ -273,6 +280,6 @@ def test_a_product_keeps_no_input_that_its_backward_does_not_need(folder, base):
     del hidden
     assert seen() is None
     (gradient,) = torch.autograd.grad(y.sum(), x)
-    rows = pack(layer.weight, layer)
+    rows = to_quantised_parameter(layer.weight, layer)
     weight = rows.format.dequantise(rows.tensors())
     assert torch.allclose(gradient, weight.sum(0).expand(5, 64), rtol=1e-2, atol=1e-3)

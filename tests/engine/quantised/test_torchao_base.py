@@ -11,7 +11,7 @@ from torch import nn
 
 from gpumix.engine.access_between_steps import unshard
 from gpumix.engine.prepare import prepare
-from gpumix.engine.quantised.weight_formats import iterate_packed
+from gpumix.engine.quantised.weight_formats import iterate_quantised_parameters
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
 from helpers.errors import raises
@@ -75,7 +75,7 @@ def test_plans_train_as_one_process(folder, world):
 
 def test_constants_are_counted_and_come_back(folder):
     model, alone = adapted(folder), adapted(folder)
-    packed = dict(iterate_packed(model))
+    packed = dict(iterate_quantised_parameters(model))
     assert {one.format.kind for one in packed.values()} == {"torchao-Int8Tensor"}
     assert q.packed_bytes(model) > q.weights_of(model)
     engine = prepare(model, Plan.model_validate_json(q.plan_of(model, q.SHARES[1])))

@@ -378,7 +378,7 @@ def test_a_loss_changes_while_rules_are_not_told_apart():
     batch["labels"][:, 1] = 1
     engine = a_watched()
     engine.step(batch)
-    assert engine._reduces.rivals
+    assert engine._reduces.alternatives
     now.function = LATER["a term that couples samples"]
     engine.step(batch)
     with raises(ModelError, code="loss-not-additive"):
@@ -444,7 +444,7 @@ def test_the_order_of_computing_does_not_change_a_loss(head):
         plan = plan_for(model, [Share(6, 3, 1, mode=mode)], zero_stage=1)
         engine = prepare(model, plan, loss=reduced(cross_entropy))
         engine.step(a_batch())
-        known |= set(engine.settled_losses.kinds)
+        known |= set(engine.settled_reduction.kinds)
         engine._state.watch.read(all_of_them=True)
         assert not engine._state.watch.doubts
     assert len(known) == 1

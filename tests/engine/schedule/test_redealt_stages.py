@@ -78,7 +78,7 @@ def test_training_is_that_of_one_process(dealt, settings):
 
 
 @pytest.mark.extended
-def test_teams_give_each_other_micro_batches_too():
+def test_tp_groups_give_each_other_micro_batches_too():
     plans = [plan_of(samples, tensor=(2, 1), zero_stage=1) for samples in DEALT[:2]]
     _, found = losses_and_weights(plans)
     assert worst_error(found, train_alone(GPT2, 8, len(plans))) < 1e-5

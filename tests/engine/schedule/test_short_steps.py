@@ -27,8 +27,8 @@ LAYOUTS = {
         {"zero_stage": 1, "schedule": "zero-bubble"},
     ),
     "two stages, in waves": (rows([4, 2], [4, 2]), {"zero_stage": 3, "waves": 1}),
-    "a team": (rows([6], tensor=[2]), {"zero_stage": 1}),
-    "a team, then two": (rows([6], [4, 2], tensor=[2, 1]), {"zero_stage": 0}),
+    "a TP group": (rows([6], tensor=[2]), {"zero_stage": 1}),
+    "a TP group, then two": (rows([6], [4, 2], tensor=[2, 1]), {"zero_stage": 0}),
 }
 FEW = {"two stages"}
 

@@ -59,15 +59,15 @@ RAGGED = {
     "3 + 1, crossing": rows([4, 2], [2, 4], micro_batch=1, state=[[3, 1], [1, 4]]),
     "one that stores nothing": rows([4, 2], [6], micro_batch=1, state=[[1, 0], [1]]),
     "one that stores only": rows([6], [6, 0], micro_batch=1, state=[[1], [1, 2]]),
-    "two teams": rows([4, 2], micro_batch=1, state=[[1, 3]], tensor=[2]),
-    "a team, then two": rows([6], [4, 2], micro_batch=1, state=[[1], [1, 3]], tensor=[2, 1]),
+    "two TP groups": rows([4, 2], micro_batch=1, state=[[1, 3]], tensor=[2]),
+    "a TP group, then two": rows([6], [4, 2], micro_batch=1, state=[[1], [1, 3]], tensor=[2, 1]),
 }
-TEAMS = {
-    "two teams": rows([4, 2], tensor=[2]),
-    "a team, then two": rows([6], [4, 2], tensor=[2, 1]),
-    "one, then a team": rows([6], [6], tensor=[1, 2]),
+TP_GROUPS = {
+    "two TP groups": rows([4, 2], tensor=[2]),
+    "a TP group, then two": rows([6], [4, 2], tensor=[2, 1]),
+    "one, then a TP group": rows([6], [6], tensor=[1, 2]),
 }
-ALL = LAYOUTS | TEAMS
+ALL = LAYOUTS | TP_GROUPS
 
 
 BY_SCHEDULE = {
@@ -185,8 +185,8 @@ UNEQUAL = {
         {"zero_stage": stage, "waves": 2 if stage > 1 else 1},
     )
     for stage, layouts_at in [
-        (1, ["3 + 1, crossing", "one that stores only", "a team, then two"]),
-        (2, ["one that stores nothing", "two teams"]),
+        (1, ["3 + 1, crossing", "one that stores only", "a TP group, then two"]),
+        (2, ["one that stores nothing", "two TP groups"]),
         (3, RAGGED),
     ]
     for layout in layouts_at
@@ -398,7 +398,7 @@ def test_what_has_no_values_goes_no_further(name, cuts, lacking, lacks, told):
         ("t5", rows([6], [2, 4], mode=KEPT), {"zero_stage": 1, "schedule": "zero-bubble"}),
         ("gpt2", rows([6], [6], tensor=[2, 1]), {"zero_stage": 3, "waves": 2}),
     ],
-    ids=["stages", "a team, then one"],
+    ids=["stages", "a TP group, then one"],
 )
 def test_messages_through_memory_of_the_host(name, layout, settings):
     """As several ranks on one GPU send them (`tests/engine/test_on_gpus.py`)."""
@@ -408,7 +408,10 @@ def test_messages_through_memory_of_the_host(name, layout, settings):
 
 @pytest.mark.parametrize(
     "layout",
-    left_out(["1 + 1", "two teams", "a team, then two"], ["two teams", "a team, then two"]),
+    left_out(
+        ["1 + 1", "two TP groups", "a TP group, then two"],
+        ["two TP groups", "a TP group, then two"],
+    ),
 )
 def test_other_samples_for_the_same_part_are_refused(layout):
     """As a loop gives them that takes ranks for parts of the batch."""
@@ -450,9 +453,9 @@ def of_each(function: Callable[..., Any], cases: Cases, *more):
 WITH_STATE: Cases = [
     ("1 + 2", 1),
     ("1 + 2", 3),
-    ("two teams", 3),
-    ("a team, then two", 1),
-    ("one, then a team", 3),
+    ("two TP groups", 3),
+    ("a TP group, then two", 1),
+    ("one, then a TP group", 3),
 ]
 
 
@@ -520,8 +523,8 @@ def _norm_alone(samples: int, name: str = "gpt2") -> float:
 EVALUATED: Cases = [
     ("2 + 2, crossing", 1),
     ("2 + 2, crossing", 3),
-    ("two teams", 1),
-    ("a team, then two", 3),
+    ("two TP groups", 1),
+    ("a TP group, then two", 3),
 ]
 
 
@@ -558,10 +561,10 @@ evaluated = of_each(_evaluate, EVALUATED, SIZES)
 SUMMED: Cases = [
     ("1 + 2", 0),
     ("1 + 2", 2),
-    ("two teams", 0),
-    ("two teams", 2),
-    ("a team, then two", 1),
-    ("one, then a team", 1),
+    ("two TP groups", 0),
+    ("two TP groups", 2),
+    ("a TP group, then two", 1),
+    ("one, then a TP group", 1),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Teams that divide the positions of samples too train like one process."""
+"""Tensor-parallel groups that divide the positions of samples too train like one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from helpers.training.staging import own_samples, rows, staged_engine, staged_pl
 from helpers.training.turns import assert_case, in_turn
 
 KEPT = Mode(recompute=False)
-TEAM = rows([5], tensor=[2], sequence=True)
+TP_GROUP = rows([5], tensor=[2], sequence=True)
 TWO = rows([4, 3], tensor=[2], sequence=True)
 THEN_ONE = rows([6], [6], tensor=[2, 1], sequence=True)
 ONE_THEN = rows([6], [6], tensor=[1, 2], sequence=True)
@@ -32,23 +32,27 @@ IN_ONES = rows([4], [4], tensor=[2, 2], sequence=True, micro_batch=1, mode=KEPT)
 ROUND = rows([6], [6], tensor=[2, 2], sequence=True) * 2
 
 
-def team(mode: Mode) -> Any:
+def tp_group(mode: Mode) -> Any:
     return rows([5], tensor=[2], sequence=True, mode=mode)
 
 
 CASES = {
-    "Qwen3": ("qwen3", TEAM, {"zero_stage": 3}),
-    "T5": ("t5", TEAM, {"zero_stage": 1}),
-    "sequential": ("gpt2", team(Mode(order="sequential")), {"zero_stage": 1}),
-    "sequential, kept": ("t5", team(Mode(order="sequential", recompute=False)), {"zero_stage": 0}),
-    "head in chunks": ("llama", team(Mode(head="chunked")), {"zero_stage": 2}),
-    "inputs on the host": ("bert", team(Mode(boundary="host")), {"zero_stage": 3}),
-    "more ranks in a team": ("gpt2", rows([3], tensor=[4], sequence=True), {"zero_stage": 1}),
-    "two teams": ("qwen3", TWO, {"zero_stage": 2}),
-    "two teams that divide all": ("bert", TWO, {"zero_stage": 3}),
-    "a team, then one": ("qwen3", THEN_ONE, {"zero_stage": 3}),
-    "one, then a team": ("qwen3", ONE_THEN, {"zero_stage": 0}),
-    "only one of two teams": ("llama", [EACH[0], EACH[1]._replace(sequence=False)], {}),
+    "Qwen3": ("qwen3", TP_GROUP, {"zero_stage": 3}),
+    "T5": ("t5", TP_GROUP, {"zero_stage": 1}),
+    "sequential": ("gpt2", tp_group(Mode(order="sequential")), {"zero_stage": 1}),
+    "sequential, kept": (
+        "t5",
+        tp_group(Mode(order="sequential", recompute=False)),
+        {"zero_stage": 0},
+    ),
+    "chunked cross-entropy": ("llama", tp_group(Mode(head="chunked")), {"zero_stage": 2}),
+    "inputs on the host": ("bert", tp_group(Mode(boundary="host")), {"zero_stage": 3}),
+    "more ranks in a TP group": ("gpt2", rows([3], tensor=[4], sequence=True), {"zero_stage": 1}),
+    "two TP groups": ("qwen3", TWO, {"zero_stage": 2}),
+    "two TP groups that divide all": ("bert", TWO, {"zero_stage": 3}),
+    "a TP group, then one": ("qwen3", THEN_ONE, {"zero_stage": 3}),
+    "one, then a TP group": ("qwen3", ONE_THEN, {"zero_stage": 0}),
+    "only one of two TP groups": ("llama", [EACH[0], EACH[1]._replace(sequence=False)], {}),
     "gpipe": ("t5", IN_ONES, {"zero_stage": 0, "schedule": "gpipe"}),
     "zero-bubble": ("qwen3", IN_ONES, {"zero_stage": 1, "schedule": "zero-bubble"}),
     "interleaved": ("bert", ROUND, {"zero_stage": 3, "schedule": "interleaved"}),
@@ -56,7 +60,7 @@ CASES = {
 
 
 trained = in_turn(CASES)
-FEW = {"one, then a team"}
+FEW = {"one, then a TP group"}
 
 
 @pytest.mark.slow
@@ -157,11 +161,11 @@ def _vectors(*shape: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def told():
-    """What both ranks of a team come to, which are started once."""
-    return run_ranks(_all_of_a_team, 2, timeout_s=120)
+    """What both ranks of a tensor-parallel group come to, which are started once."""
+    return run_ranks(_all_of_a_tp_group, 2, timeout_s=120)
 
 
-def _all_of_a_team() -> dict[str, Any]:
+def _all_of_a_tp_group() -> dict[str, Any]:
     return {
         "own": _steps_of_own(),
         "dropped": _dropped(),
@@ -261,6 +265,6 @@ def _refusal(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def test_positions_are_divided_in_teams_alone():
-    with pytest.raises(ValueError, match="only workers that are a team divide the positions"):
+def test_positions_are_divided_in_tp_groups_alone():
+    with pytest.raises(ValueError, match="only workers of a tensor-parallel group divide"):
         staged_plan("llama", [rows([4])[0]._replace(sequence=True)])

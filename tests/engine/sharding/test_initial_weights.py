@@ -68,8 +68,8 @@ def test_ranks_read_their_parts_of_many_files(tmp_path):
 
 LAYOUTS = {
     "stages": rows([6], [4, 2], [6], state=[[1], [2, 1], [1]]),
-    "a team, then one": rows([6], [6], tensor=[2, 1]),
-    "teams of unlike sizes": rows([4, 2], tensor=[[2, 1]]),
+    "a TP group, then one": rows([6], [6], tensor=[2, 1]),
+    "TP groups of unlike sizes": rows([4, 2], tensor=[[2, 1]]),
 }
 FURTHER = [("gpt2", True), ("llama", True)]
 
@@ -77,7 +77,7 @@ FURTHER = [("gpt2", True), ("llama", True)]
 @pytest.mark.parametrize(
     ("name", "every_stage"), left_out([("gpt2", False), ("gpt2", True), ("llama", True)], FURTHER)
 )
-def test_stages_and_teams_read_their_parts(name, every_stage, tmp_path):
+def test_stages_and_tp_groups_read_their_parts(name, every_stage, tmp_path):
     model = pretrained(name)
     model.save_pretrained(tmp_path)
     plans = {

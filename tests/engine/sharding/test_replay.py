@@ -55,8 +55,8 @@ PAIRS = {
         {"schedule": "zero-bubble", "zero_stage": 1},
     ),
     "interleaved": ("bert", [ONE, OTHER, ONE, OTHER], {"schedule": "interleaved"}),
-    "teams": ("llama", rows([3, 1], tensor=[2]), {"zero_stage": 1}),
-    "stages of teams": ("qwen3", rows([4], [2, 2], tensor=[2, 1]), {}),
+    "tp_groups": ("llama", rows([3, 1], tensor=[2]), {"zero_stage": 1}),
+    "stages of TP groups": ("qwen3", rows([4], [2, 2], tensor=[2, 1]), {}),
     "one without samples": ("gpt2", rows([6], [4, 2, 0]), {"zero_stage": 1}),
 }
 
@@ -95,7 +95,7 @@ def trained_in_stages(request):
 @pytest.mark.slow
 @pytest.mark.extended
 @pytest.mark.parametrize("case", PAIRS)
-def test_in_stages_and_teams_those_that_compute_the_same_are_alike(case, trained_in_stages):
+def test_in_stages_and_tp_groups_those_that_compute_the_same_are_alike(case, trained_in_stages):
     plain, replayed = (trained_in_stages[case, replays] for replays in (False, True))
     for mine, other in zip(replayed, plain, strict=True):
         assert mine[0] == other[0] and mine[3] == other[3]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpumix.engine.sharding.unit_discovery import ROOT, buffer_bytes, split_into_units
+from gpumix.engine.sharding.unit_discovery import ROOT, count_buffer_bytes, split_into_units
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.stage import PLAIN, Mode
 from helpers.errors import raises
@@ -263,7 +263,7 @@ def test_shared_buffers_are_counted_once():
     model = own_blocks()
     for block in model.blocks:
         block.register_buffer("mask", model.blocks[0]._buffers.get("mask", torch.ones(10)))
-    assert buffer_bytes(model) == 40
+    assert count_buffer_bytes(model) == 40
 
 
 def test_kinds_are_replaced_where_they_are_known():

@@ -38,16 +38,16 @@ from helpers.training.turns import assert_case, in_turn
 
 KEPT = Mode(recompute=False)
 LLAMA = ARCHITECTURES["llama"]
-TEAM = rows([5], tensor=[2])
+TP_GROUP = rows([5], tensor=[2])
 LAYOUTS = {
-    "a team": TEAM,
-    "two teams": rows([4, 3], tensor=[2]),
-    "a team, then one": rows([6], [6], tensor=[2, 1]),
-    "one, then a team": rows([6], [6], tensor=[1, 2]),
-    "a team each": rows([6], [6], tensor=[2, 2]),
-    "a team, then two": rows([6], [4, 2], tensor=[2, 1]),
+    "a TP group": TP_GROUP,
+    "two TP groups": rows([4, 3], tensor=[2]),
+    "a TP group, then one": rows([6], [6], tensor=[2, 1]),
+    "one, then a TP group": rows([6], [6], tensor=[1, 2]),
+    "a TP group each": rows([6], [6], tensor=[2, 2]),
+    "a TP group, then two": rows([6], [4, 2], tensor=[2, 1]),
 }
-NOBODY_SAYS = "nothing says how a {} is divided over the ranks of a team"
+NOBODY_SAYS = "nothing says how a {} is divided over the ranks of a tensor-parallel group"
 UNDIVIDED = {
     "phi3": "'rowwise_split_input' of module 'model.layers.0.self_attn.o_proj', which is no known",
     "mixtral": "'moe_tp_experts' of module 'model.layers.0.mlp.experts', which is no known style",
@@ -63,14 +63,15 @@ UNDIVIDED = {
 
 DIVIDED = [name for name in ARCHITECTURES if name not in UNDIVIDED]
 CASES = {
-    # Each layout at most stages; also of norms inside of heads, whose gradients a team sums, in
-    # what else is a Llama. From stage 2 on units take turns in the memory of gradients.
+    # Each layout at most stages; also of norms inside of heads, whose gradients a tensor-parallel
+    # group sums, in what else is a Llama. From stage 2 on units take turns in the memory of
+    # gradients.
     **{
         f"{layout}, {name}, ZeRO {stage}": (name, LAYOUTS[layout], {"zero_stage": stage})
         for name, stage, some in [
-            ("llama", 0, ["a team", "one, then a team", "a team each"]),
-            ("llama", 1, ["two teams", "a team, then one", "a team, then two"]),
-            ("qwen3", 2, ["two teams", "one, then a team", "a team, then two"]),
+            ("llama", 0, ["a TP group", "one, then a TP group", "a TP group each"]),
+            ("llama", 1, ["two TP groups", "a TP group, then one", "a TP group, then two"]),
+            ("qwen3", 2, ["two TP groups", "one, then a TP group", "a TP group, then two"]),
             ("qwen3", 3, LAYOUTS),
         ]
         for layout in some
@@ -78,8 +79,8 @@ CASES = {
     **{
         f"{layout}, {name}": (name, LAYOUTS[layout], {"zero_stage": 1})
         for layout, some in [
-            ("two teams", {*DIVIDED[::2], "gpt2", "t5"}),
-            ("a team, then one", {*DIVIDED[1::2], "gpt2", "t5"}),
+            ("two TP groups", {*DIVIDED[::2], "gpt2", "t5"}),
+            ("a TP group, then one", {*DIVIDED[1::2], "gpt2", "t5"}),
         ]
         for name in sorted(some)
     },
@@ -87,7 +88,7 @@ CASES = {
     **{
         f"nothing to divide, ZeRO {stage}": (
             "bert",
-            LAYOUTS["a team, then two"],
+            LAYOUTS["a TP group, then two"],
             {"cuts": [1], "zero_stage": stage},
         )
         for stage in [0, 3]
@@ -113,9 +114,9 @@ CASES = {
             {"schedule": schedule, "zero_stage": 3, "waves": 2},
         )
         for schedule, layout in [
-            ("gpipe", "a team, then two"),
-            ("1f1b", "a team each"),
-            ("eager-1f1b", "a team, then two"),
+            ("gpipe", "a TP group, then two"),
+            ("1f1b", "a TP group each"),
+            ("eager-1f1b", "a TP group, then two"),
         ]
     },
     **{
@@ -142,10 +143,10 @@ CASES = {
             ("llama", Mode(boundary="host")),
         ]
     },
-    "more ranks in a team": ("gpt2", rows([3], tensor=[4]), {"zero_stage": 1}),
+    "more ranks in a TP group": ("gpt2", rows([3], tensor=[4]), {"zero_stage": 1}),
 }
 trained = in_turn(CASES)
-FEW = {"a team, then one, gpt2", "zero-bubble, (2, 1)"}
+FEW = {"a TP group, then one, gpt2", "zero-bubble, (2, 1)"}
 
 
 @pytest.mark.slow
@@ -159,7 +160,7 @@ def test_training_is_that_of_one_process(case, trained):
 
 def test_a_step_is_that_of_torch_and_sends_no_more():
     """`parallelize_module` with the same plan: loss, norm of the gradient, and what is sent."""
-    plan = staged_plan("llama", TEAM, zero_stage=0)
+    plan = staged_plan("llama", TP_GROUP, zero_stage=0)
     ours = run_ranks(_step_of_ours, 2, plan.model_dump_json())
     theirs = run_ranks(_step_of_torch, 2, plan.global_batch)
     assert ours[0][:2] == pytest.approx(theirs[0][:2], rel=1e-5)
@@ -210,13 +211,13 @@ def _step_of_torch(samples: int) -> tuple[float, float, int]:
 
 @pytest.fixture(scope="module")
 def told(request):
-    """What both ranks of a team come to, which are started once."""
-    plans = {name: staged_plan(name, TEAM) for name in chosen(request, UNDIVIDED, by="name")}
-    divided = staged_plan("gpt2", TEAM, zero_stage=0)
-    return run_ranks(_all_of_a_team, 2, divided, plans, timeout_s=120)
+    """What both ranks of a tensor-parallel group come to, which are started once."""
+    plans = {name: staged_plan(name, TP_GROUP) for name in chosen(request, UNDIVIDED, by="name")}
+    divided = staged_plan("gpt2", TP_GROUP, zero_stage=0)
+    return run_ranks(_all_of_a_tp_group, 2, divided, plans, timeout_s=120)
 
 
-def _all_of_a_team(divided: Plan, undivided: dict[str, Plan]) -> dict[str, Any]:
+def _all_of_a_tp_group(divided: Plan, undivided: dict[str, Plan]) -> dict[str, Any]:
     return {
         "held": _held(divided),
         "of padding": _padded(NUMBERS),

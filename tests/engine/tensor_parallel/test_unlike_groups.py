@@ -29,21 +29,21 @@ from helpers.training.staging import (
 from helpers.training.turns import assert_case, in_turn
 
 KEPT = Mode(recompute=False)
-ONE_AND_TEAM = rows([4, 3], tensor=[(1, 2)])
-TEAM_AND_ONE = rows([4, 2], state=[[1, 3]], tensor=[(2, 1)])
+ONE_AND_TP_GROUP = rows([4, 3], tensor=[(1, 2)])
+TP_GROUP_AND_ONE = rows([4, 2], state=[[1, 3]], tensor=[(2, 1)])
 FOUR_IN_TWO_WAYS = rows([2, 3, 2], state=[[3, 1, 2]], tensor=[(1, 4, 2)])
 THEN_ONE = rows([4, 2], [6], tensor=[(2, 1), 1])
 AFTER_ONE = rows([6], [4, 2], tensor=[1, (1, 2)], micro_batch=1)
 SEQUENCE = rows([4, 3], tensor=[(1, 2)], sequence=True)
 
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    "GPT-2, ZeRO 0": ("gpt2", ONE_AND_TEAM, {"zero_stage": 0}),
-    "GPT-2, ZeRO 1": ("gpt2", TEAM_AND_ONE, {"zero_stage": 1}),
-    "Llama, ZeRO 2": ("llama", ONE_AND_TEAM, {"zero_stage": 2}),
-    "Llama, ZeRO 3": ("llama", TEAM_AND_ONE, {"zero_stage": 3}),
-    "Qwen3": ("qwen3", ONE_AND_TEAM, {"zero_stage": 3}),
-    "BERT": ("bert", TEAM_AND_ONE, {"zero_stage": 3}),
-    "T5": ("t5", ONE_AND_TEAM, {"zero_stage": 1}),
+    "GPT-2, ZeRO 0": ("gpt2", ONE_AND_TP_GROUP, {"zero_stage": 0}),
+    "GPT-2, ZeRO 1": ("gpt2", TP_GROUP_AND_ONE, {"zero_stage": 1}),
+    "Llama, ZeRO 2": ("llama", ONE_AND_TP_GROUP, {"zero_stage": 2}),
+    "Llama, ZeRO 3": ("llama", TP_GROUP_AND_ONE, {"zero_stage": 3}),
+    "Qwen3": ("qwen3", ONE_AND_TP_GROUP, {"zero_stage": 3}),
+    "BERT": ("bert", TP_GROUP_AND_ONE, {"zero_stage": 3}),
+    "T5": ("t5", ONE_AND_TP_GROUP, {"zero_stage": 1}),
     "of one, two and four": ("gpt2", FOUR_IN_TWO_WAYS, {"zero_stage": 3}),
     "then one": ("qwen3", THEN_ONE, {"zero_stage": 3}),
     "then one, whole": ("gpt2", THEN_ONE, {"zero_stage": 1}),
@@ -87,7 +87,7 @@ def held(request):
     work = {}
     for way, zero_stage in chosen(request, dict.fromkeys(HELD)):
         of_workers, of_plan, frozen = WAYS[way]
-        for layout in (rows([7]), ONE_AND_TEAM):
+        for layout in (rows([7]), ONE_AND_TP_GROUP):
             plan = staged_plan("llama", layout, zero_stage=zero_stage, **of_plan)
             plan = on_devices(plan, *[of_workers] * len(plan.workers))
             work[way, zero_stage, len(plan.workers)] = plan, (frozen,)
@@ -124,7 +124,7 @@ def _losses(plan_json: str, frozen: bool) -> list[float]:
 @pytest.mark.extended
 @pytest.mark.parametrize("zero_stage", [3, 1])
 def test_nothing_is_left_of_an_engine_that_gathers_in_parts(zero_stage):
-    plan = staged_plan("gpt2", ONE_AND_TEAM, zero_stage=zero_stage)
+    plan = staged_plan("gpt2", ONE_AND_TP_GROUP, zero_stage=zero_stage)
     assert run_ranks(_left, 3, plan.model_dump_json()) == [0, 0, 0]
 
 

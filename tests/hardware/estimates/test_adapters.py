@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gpumix.cost.memory_layout.curves import interpolate_seconds
-from gpumix.hardware.estimates.adapters import FineTuning, compute_packed_bytes, freeze_base
-from gpumix.hardware.estimates.decoder_shapes import decoder
+from gpumix.hardware.estimates.adapters import FineTuning, compute_quantised_bytes, freeze_base
+from gpumix.hardware.estimates.decoder_shapes import make_decoder
 from gpumix.hardware.estimates.estimate import estimate_class
 from gpumix.hardware.estimates.gpu_catalogue import find_card
 
@@ -32,7 +32,7 @@ TOKENS = 32
 
 
 def frozen(config, tuning, dtype="bf16"):
-    shape = decoder(config)
+    shape = make_decoder(config)
     return freeze_base(shape.model(TOKENS, dtype, "toy"), shape.block_sizes, tuning, tokens=TOKENS)
 
 
@@ -54,7 +54,7 @@ def test_trained_elements_are_those_of_peft(rank):
 
 @pytest.mark.parametrize("config", [LLAMA, GPT_NEOX], ids=["llama", "gpt_neox"])
 def test_a_packed_base_is_smaller_by_its_format(config):
-    block = decoder(config).block_sizes
+    block = make_decoder(config).block_sizes
     others = 2 * (block.parameters - block.matrices)
     sizes = {
         base: frozen(config, FineTuning(4, base)).kinds[0].frozen_bytes - others
@@ -79,11 +79,11 @@ def test_a_packed_matrix_takes_what_the_engine_stores(base):
 
     for rows, columns in [(64, 64), (96, 200), (7, 33), (1024, 256)]:
         layer = make_quantised_linear(torch.nn.Linear(columns, rows), base)
-        assert find_format(layer.weight).nbytes == compute_packed_bytes(base, rows, columns)
+        assert find_format(layer.weight).nbytes == compute_quantised_bytes(base, rows, columns)
 
 
 def test_full_fine_tuning_is_the_model_itself():
-    shape = decoder(LLAMA)
+    shape = make_decoder(LLAMA)
     model = shape.model(TOKENS, "bf16", "toy")
     assert freeze_base(model, shape.block_sizes, FineTuning(), tokens=TOKENS) is model
 
@@ -108,7 +108,7 @@ def test_a_frozen_base_needs_no_gradients_of_weights(size):
 
 def test_experts_in_stacks_get_no_adapters_and_stay_wide():
     config = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-    block = decoder(config).block_sizes
+    block = make_decoder(config).block_sizes
     assert block.matrices < block.parameters / 2
     nf4 = frozen(config, FineTuning(4, "nf4")).kinds[0].frozen_bytes
     assert nf4 > 2 * (block.parameters - block.matrices)

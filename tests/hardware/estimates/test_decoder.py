@@ -16,12 +16,12 @@ from gpumix.hardware.estimates.decoder_shapes import (
     KIND,
     PLAIN_FAMILIES,
     Decoder,
-    decoder,
+    make_decoder,
     make_llama_like,
 )
 from gpumix.profiler.class_settings import ClassSettings
 from gpumix.profiler.compute.class_measurement import measure_class
-from gpumix.profiler.compute.unit_fixture import FakeTensorParallelGroup
+from gpumix.profiler.compute.unit_runner import FakeTensorParallelGroup
 from gpumix.profiler.subject import Workload
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.errors import InputError
@@ -70,7 +70,7 @@ def test_parameters_are_counted_exactly(kind):
     matrices = [s.parameter for u in units for s in u.slots if s.parameter.dim() == 2]
     in_matrices = sum(p.numel() for p in matrices)
     for config in (given(kind), model.config.to_dict()):
-        found = decoder(config)
+        found = make_decoder(config)
         assert found.layers == 3
         assert found.parameters == elements
         assert 3 * found.block_matrices == in_matrices
@@ -83,7 +83,7 @@ def test_biases_and_tied_heads_are_counted():
         "tie_word_embeddings": True,
     }
     elements = sum(p.numel() for p in built(config).parameters())
-    found = decoder(config)
+    found = make_decoder(config)
     assert found.parameters == elements
 
 
@@ -92,7 +92,8 @@ SHORT = 16  # where no time is looked at
 
 
 def measured(config: dict, batch: int = BATCH, length: int = LENGTH, degrees: tuple[int, ...] = ()):
-    """What the profiler measures of the model, alone and in teams, on this machine's CPU."""
+    """What the profiler measures of the model, alone and in tensor-parallel groups, on this
+    machine's CPU."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, config["vocab_size"], (batch, length), generator=generator)
     settings = {k: v for k, v in config.items() if k != "model_type"}
@@ -119,7 +120,7 @@ def test_flops_and_memory_are_near_what_is_measured(kind):
         config |= {"n_embd": 256, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     else:
         config |= {"hidden_size": 256, "intermediate_size": 704}
-    found, expected = measured(config).model, decoder(config).model(LENGTH, "fp32", kind)
+    found, expected = measured(config).model, make_decoder(config).model(LENGTH, "fp32", kind)
     block, estimate = found.kinds[0], expected.kinds[0]
     assert estimate.name == KIND
     assert estimate.trainable == block.trainable
@@ -145,7 +146,7 @@ def flow(model):
 
 
 def told(traffic):
-    """How often a team tells each other what and how many bytes, for one sample."""
+    """The collectives of a tensor-parallel group for one sample: how many, of how many bytes."""
     passes = (traffic.forward, traffic.backward, traffic.gradient)
     return traffic.summed, [
         [(one.operation, one.times, one.bytes.values[0]) for one in of_pass] for of_pass in passes
@@ -159,19 +160,19 @@ STAGED = [("qwen3", 0.0), ("gpt2", 0.1), ("gpt_neox", 0.0)]
     ("kind", "dropout"),
     left_out(STAGED, [STAGED[0], STAGED[2]]),
 )
-def test_stages_and_teams_are_as_measured(kind, dropout):
+def test_stages_and_tp_groups_are_as_measured(kind, dropout):
     config = given(kind) | {"vocab_size": 2048}
     if kind == "gpt2":
         config |= {"resid_pdrop": dropout}
-    expected = decoder(config)
+    expected = make_decoder(config)
     found = measured(config, 1, SHORT, expected.degrees[:1])
-    teams = [
-        team for team in found.tp_profiles if not team.sequence
+    measured_groups = [
+        of_group for of_group in found.tp_measurements if not of_group.sequence
     ]  # the others are not estimated
-    assert teams
+    assert measured_groups
     parts = expected.parts(SHORT, "fp32", kind)
     both = [(found.model, expected.model(SHORT, "fp32", kind))]
-    both += [(team.model, parts[team.degree].model) for team in teams]
+    both += [(of_group.model, parts[of_group.degree].model) for of_group in measured_groups]
     for measured_model, model in both:
         assert flow(model) == flow(measured_model)
         assert model.root.before.trainable == measured_model.root.before.trainable
@@ -182,26 +183,26 @@ def test_stages_and_teams_are_as_measured(kind, dropout):
         assert ours.outputs[0].values[0] == theirs.outputs[0].values[0]
         assert ours.flops == pytest.approx(theirs.flops, rel=0.02)
         assert model.root.flops == pytest.approx(measured_model.root.flops, rel=0.02)
-    for team in teams:
-        (block,) = team.model.kinds
-        ours = parts[team.degree].told
-        assert told(ours[KIND]) == told(team.told[block.name])
-        assert told(ours[ROOT]) == told(team.told[ROOT])
+    for of_group in measured_groups:
+        (block,) = of_group.model.kinds
+        ours = parts[of_group.degree].told
+        assert told(ours[KIND]) == told(of_group.told[block.name])
+        assert told(ours[ROOT]) == told(of_group.told[ROOT])
 
 
 @pytest.mark.parametrize("kind", [*GATED_FAMILIES, *PLAIN_FAMILIES])
-def test_teams_are_for_models_that_the_engine_divides(kind):
+def test_tp_groups_are_for_models_that_the_engine_divides(kind):
     config = given(kind) | ({} if kind in OWN_NAMES else {"num_key_value_heads": 4})
-    model, team = built(config), FakeTensorParallelGroup(2, torch.device("cpu"))
+    model, tp_group = built(config), FakeTensorParallelGroup(2, torch.device("cpu"))
     anatomy = split_into_units(model)
     try:
         parallelize_model(
-            anatomy, team, resolve_tensor_plan(model), part=select_whole_model(anatomy)
+            anatomy, tp_group, resolve_tensor_plan(model), part=select_whole_model(anatomy)
         )
     except InputError:
-        assert decoder(config).degrees == ()
+        assert make_decoder(config).degrees == ()
     else:
-        assert decoder(config).degrees == (2, 4)
+        assert make_decoder(config).degrees == (2, 4)
 
 
 @pytest.mark.parametrize("size", [1e8, 1e9, 7e9, 7e10])
@@ -212,7 +213,7 @@ def test_a_size_becomes_a_llama_of_about_that_size(size):
 
 def test_experts_count_in_full_and_compute_in_part():
     config = given("mixtral")
-    some, all_of_them = decoder(config), decoder(config | {"num_experts_per_tok": 8})
+    some, all_of_them = make_decoder(config), make_decoder(config | {"num_experts_per_tok": 8})
     assert isinstance(some, Decoder)
     assert some.block_parameters == all_of_them.block_parameters
     assert some.block_flops(10) < all_of_them.block_flops(10)
@@ -220,9 +221,9 @@ def test_experts_count_in_full_and_compute_in_part():
 
 def test_other_models_are_refused():
     with raises(InputError, code="model-type-without-estimate", what="bert"):
-        decoder({"model_type": "bert"})
+        make_decoder({"model_type": "bert"})
     with raises(InputError, code="model-config-incomplete", what="hidden_size"):
-        decoder({"model_type": "llama"})
+        make_decoder({"model_type": "llama"})
 
 
 @pytest.mark.parametrize(
@@ -237,20 +238,20 @@ def test_other_models_are_refused():
 )
 def test_an_opt_that_is_counted_otherwise_is_refused(setting, value):
     config = given("opt") | {setting: value}
-    usual = decoder(given("opt"))
+    usual = make_decoder(given("opt"))
     elements = sum(p.numel() for p in built(config).parameters())
     assert usual.parameters != elements
     with raises(InputError, code="model-config-without-estimate", what=(setting, value)) as caught:
-        decoder(config)
+        make_decoder(config)
     assert "gpumix profile" in caught.value.fix
 
 
 def test_a_narrow_opt_is_refused_whatever_its_width():
-    assert decoder(given("opt") | {"word_embed_proj_dim": None}).hidden == 64
+    assert make_decoder(given("opt") | {"word_embed_proj_dim": None}).hidden == 64
     with raises(
         InputError, code="model-config-without-estimate", what=("word_embed_proj_dim", 512)
     ):
-        decoder({"model_type": "opt", "hidden_size": 1024, "num_hidden_layers": 24,
+        make_decoder({"model_type": "opt", "hidden_size": 1024, "num_hidden_layers": 24,
                  "num_attention_heads": 16, "ffn_dim": 4096, "vocab_size": 50272,
                  "word_embed_proj_dim": 512})  # fmt: skip
 
@@ -265,7 +266,7 @@ def test_a_size_that_is_none_is_named(kind):
     for name in sizes:
         for wrong in ("many", 0, -4, 1.5, True, [3]):
             try:
-                decoder(config | {name: wrong})
+                make_decoder(config | {name: wrong})
             except InputError as error:
                 asked += 1
                 assert f"'{name}'" in error.what
@@ -273,7 +274,7 @@ def test_a_size_that_is_none_is_named(kind):
 
 
 def test_samples_that_no_device_could_hold_or_end_are_told():
-    wide = decoder(given("llama") | {"vocab_size": 2**31 - 1})
+    wide = make_decoder(given("llama") | {"vocab_size": 2**31 - 1})
     with raises(InputError, code="sample-too-large"):
         wide.model(2**28, "bf16", "wide")
     with raises(InputError, code="sample-too-much-work"):

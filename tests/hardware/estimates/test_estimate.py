@@ -8,7 +8,7 @@ from gpumix.cost.memory_layout.curves import interpolate_one_seconds, interpolat
 from gpumix.cost.network.link_times import PER_OWNER
 from gpumix.cost.tensor_parallel_groups import make_group_profile
 from gpumix.hardware.estimates.cluster_shorthand import explain_short_names, parse_cluster
-from gpumix.hardware.estimates.decoder_shapes import KIND, decoder, make_llama_like
+from gpumix.hardware.estimates.decoder_shapes import KIND, make_decoder, make_llama_like
 from gpumix.hardware.estimates.estimate import estimate_profile, scale_estimates
 from gpumix.planner.common.strategy import PlanRequest, get_prediction
 from gpumix.planner.data_parallel.search import plan_one_stage
@@ -62,7 +62,7 @@ def test_the_halves_of_a_backward_are_together_the_whole():
 
 SIZES = {"hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
          "intermediate_size": 2816, "vocab_size": 4000}  # fmt: skip
-SMALL = decoder({"model_type": "llama"} | SIZES)
+SMALL = make_decoder({"model_type": "llama"} | SIZES)
 
 
 def small(text, network=None):
@@ -74,34 +74,39 @@ def small(text, network=None):
     )
 
 
-def test_teams_are_of_as_many_cards_as_a_host_has_of_a_class():
+def test_tp_groups_are_of_as_many_cards_as_a_host_has_of_a_class():
     profile = small("4x rtx3090, 2x p40; 1x t4", "1GbE")
     assert {
-        team.degree: sorted(c.device_class for c in team.classes) for team in profile.tp_profiles
+        tp_profile.degree: sorted(c.device_class for c in tp_profile.classes)
+        for tp_profile in profile.tp_profiles
     } == {
         2: ["p40", "rtx3090"],
         4: ["rtx3090"],
     }
-    for team in profile.tp_profiles:
-        assert {m.compute_dtype for m in (team.model, *team.other_models)} == {
+    for tp_profile in profile.tp_profiles:
+        assert {m.compute_dtype for m in (tp_profile.model, *tp_profile.other_models)} == {
             m.compute_dtype for m in (profile.model, *profile.other_models)
         }
-        for of_class in team.classes:
+        for of_class in tp_profile.classes:
             alone = profile.of_class(of_class.device_class).units[KIND].forward
             part = of_class.units[KIND].forward
             # Each rank has its part of the products, and the norms and additions of all.
-            assert 0.75 * team.degree < alone.values[-1] / part.values[-1] < 1.01 * team.degree
+            assert (
+                0.75 * tp_profile.degree
+                < alone.values[-1] / part.values[-1]
+                < 1.01 * tp_profile.degree
+            )
     assert small("1x rtx3090").tp_profiles == ()
 
 
-def test_what_teams_tell_each_other_takes_as_long_as_their_link_is_slow():
+def test_what_tp_groups_tell_each_other_takes_as_long_as_their_link_is_slow():
     """Two sums of a sample's hidden states, each there and back in parts of a half."""
     profile = small("2x rtx3090")
-    (team,) = profile.tp_profiles
+    (tp_profile,) = profile.tp_profiles
     samples, size = 64, 64 * 256 * 1024 * 2
     forward = make_group_profile(profile, 2).of_class("rtx3090").units[KIND].forward
     waits = interpolate_seconds(forward, samples) - interpolate_seconds(
-        team.classes[0].units[KIND].forward, samples
+        tp_profile.classes[0].units[KIND].forward, samples
     )
     link = profile.cluster.network.of("inside", "rtx3090", "rtx3090")
     there_and_back = 2 * interpolate_one_seconds(link.times, size / 2)
@@ -206,9 +211,9 @@ def test_what_a_model_holds_does_not_depend_on_the_cards():
               "num_attention_heads": 8, "intermediate_size": 1024, "vocab_size": 1000}  # fmt: skip
 
     def model(dtype):
-        return decoder(config).model(64, dtype, "llama")
+        return make_decoder(config).model(64, dtype, "llama")
 
-    assert estimated(model=model).model.parameters == decoder(config).parameters
+    assert estimated(model=model).model.parameters == make_decoder(config).parameters
 
 
 def test_plus_signs_join_cards_like_commas():

@@ -9,7 +9,7 @@ from gpumix.hardware.estimates.kernel_choice import (
     SETTINGS_TABLE,
     ChosenSettings,
     InstalledPackages,
-    choose,
+    choose_kernel_settings,
 )
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, EfficiencySpec, KernelSettings
@@ -36,7 +36,7 @@ def chosen(
 ) -> dict[str, ChosenSettings]:
     devices = tuple(Device(id=c.name, device_class=c.name) for c in classes)
     cluster = Cluster(classes=classes, devices=devices)
-    return choose(
+    return choose_kernel_settings(
         spec or EfficiencySpec(),
         cluster,
         dtypes=choose_compute_dtypes(precision, cluster),

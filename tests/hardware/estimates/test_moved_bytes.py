@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gpumix.hardware.estimates.decoder_shapes import decoder
+from gpumix.hardware.estimates.decoder_shapes import make_decoder
 from gpumix.hardware.estimates.roofline import BACKWARD_MOVES, compute_moved_bytes
 
 TOKENS, WIDTH = 512, 1024
@@ -63,5 +63,5 @@ def test_a_block_moves_at_least_the_estimate_and_at_most_thrice(kind, monkeypatc
         with MovedBytes() as moved:
             output = block(states, **arguments)
             output.backward(torch.empty_like(output))
-    (estimated,) = decoder({"model_type": kind, **sizes}).model(TOKENS, "bf16", kind).kinds
+    (estimated,) = make_decoder({"model_type": kind, **sizes}).model(TOKENS, "bf16", kind).kinds
     assert 1 < moved.bytes / ((1 + BACKWARD_MOVES) * compute_moved_bytes(estimated)) < 3

@@ -8,14 +8,14 @@ from gpumix.hardware.estimates.gpu_catalogue import find_card, load_cards
 from gpumix.hardware.estimates.roofline import (
     GENERAL_FRACTIONS,
     MATRIX_FRACTIONS,
-    forward_curve,
+    compute_optimizer_s_per_element,
     get_peak_flops_per_s,
     get_peak_fraction,
-    gradient_curve,
-    half_gradient_curve,
+    get_reached_flops_per_s,
+    make_forward_curve,
+    make_gradient_curve,
+    make_half_gradient_curve,
     make_host_copy_curve,
-    optimizer_s_per_element,
-    reached_flops_per_s,
 )
 
 
@@ -50,7 +50,7 @@ CARDS = ("p40", "v100-16gb-sxm", "rtx3090", "l4", "h100-sxm", "mi250x-gcd", "b58
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_what_is_reached_is_part_of_what_is_promised(dtype):
     for card in load_cards():
-        reached = reached_flops_per_s(card, dtype)
+        reached = get_reached_flops_per_s(card, dtype)
         assert (
             0.05 * get_peak_flops_per_s(card, dtype) < reached < get_peak_flops_per_s(card, dtype)
         ), card.name
@@ -73,9 +73,9 @@ def test_narrow_products_pay_only_on_matrix_units():
 def test_a_forward_by_hand(name):
     """Few samples wait for the weights, many for the products."""
     card = find_card(name)
-    curve = forward_curve(card, "fp16", flops=2e11, weight_bytes=4e8)
+    curve = make_forward_curve(card, "fp16", flops=2e11, weight_bytes=4e8)
     weights_s = 4e8 / (0.8 * card.memory_bandwidth)
-    products_s = 2e11 / reached_flops_per_s(card, "fp16")
+    products_s = 2e11 / get_reached_flops_per_s(card, "fp16")
     assert curve.sizes[:3] == (1, 2, 4)
     for samples, seconds in zip(curve.sizes, curve.values):
         assert seconds == pytest.approx(2e-4 + max(weights_s, samples * products_s))
@@ -85,10 +85,10 @@ def test_a_forward_by_hand(name):
 def test_a_backward_by_hand(name):
     """Twice the products of the forward, and 16 bytes for each element's gradient."""
     card = find_card(name)
-    curve = gradient_curve(card, "fp16", flops=2e11, elements=1e8)
+    curve = make_gradient_curve(card, "fp16", flops=2e11, elements=1e8)
     added_s = 16e8 / (0.8 * card.memory_bandwidth)
     for samples, seconds in zip(curve.sizes, curve.values):
-        expected = 4e-4 + samples * 4e11 / reached_flops_per_s(card, "fp16") + added_s
+        expected = 4e-4 + samples * 4e11 / get_reached_flops_per_s(card, "fp16") + added_s
         assert seconds == pytest.approx(expected)
 
 
@@ -98,9 +98,9 @@ def test_moved_tensors_add_to_the_products(name):
     card = find_card(name)
     moved_s = 3e8 / (0.8 * card.memory_bandwidth)
     for moves, make in (
-        (1, lambda moved: forward_curve(card, "fp16", 2e13, 0.0, moved)),
-        (2, lambda moved: gradient_curve(card, "fp16", 2e13, 1e8, moved)),
-        (2, lambda moved: half_gradient_curve(card, "fp16", 2e13, moved)),
+        (1, lambda moved: make_forward_curve(card, "fp16", 2e13, 0.0, moved)),
+        (2, lambda moved: make_gradient_curve(card, "fp16", 2e13, 1e8, moved)),
+        (2, lambda moved: make_half_gradient_curve(card, "fp16", 2e13, moved)),
     ):
         for samples, without, seconds in zip(make(0.0).sizes, make(0.0).values, make(3e8).values):
             assert seconds - without == pytest.approx(moves * samples * moved_s)
@@ -110,7 +110,7 @@ def test_moved_tensors_add_to_the_products(name):
 def test_an_update_reads_and_writes_parameter_and_state(state_bytes, moved):
     """AdamW, SGD with momentum, SGD: the gradient is only read."""
     card = find_card("rtx3090")
-    found = optimizer_s_per_element(card, state_bytes)
+    found = compute_optimizer_s_per_element(card, state_bytes)
     assert found == pytest.approx(moved / (0.8 * card.memory_bandwidth))
 
 

@@ -344,7 +344,13 @@ def test_what_leaves_takes_its_tensor_parallel_groups_along():
         sequence_length=512,
         parts_in=lambda dtype: shape.parts(512, dtype, "300M"),
     )
-    assert any(c.device_class == "p40" for team in profile.tp_profiles for c in team.classes)
+    assert any(
+        c.device_class == "p40" for tp_profile in profile.tp_profiles for c in tp_profile.classes
+    )
     left = remove_devices(profile, "p40")
-    assert all(c.device_class == "t4" for team in left.tp_profiles for c in team.classes)
-    assert left.tp_profiles and all(set(team.told) == {"t4"} for team in left.tp_profiles)
+    assert all(
+        c.device_class == "t4" for tp_profile in left.tp_profiles for c in tp_profile.classes
+    )
+    assert left.tp_profiles and all(
+        set(tp_profile.told) == {"t4"} for tp_profile in left.tp_profiles
+    )

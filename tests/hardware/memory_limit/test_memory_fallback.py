@@ -49,7 +49,7 @@ def test_a_cache_that_cannot_be_written_falls_back(tmp_path):
 def limited_by_no_library(folder: Path) -> tuple[bool, str]:
     os.environ["XDG_CACHE_HOME"] = str(folder)
     library = (
-        files.private_folder(build_allocator.cache_folder() / build_allocator.LIBRARY_FOLDER)
+        files.make_private_folder(build_allocator.cache_folder() / build_allocator.LIBRARY_FOLDER)
         / f"capped_alloc-{build_allocator._hash_build()}.so"
     )
     library.write_bytes(b"not a library")

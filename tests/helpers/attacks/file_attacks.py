@@ -164,7 +164,10 @@ def squat_scratch(how: str, place: Place) -> str:
     temporary.mkdir(mode=0o1777)
     for name in ("gpumix-scratch-aaaaaaaa", "gpumix-scratch-"):
         _squat_at(temporary / name, how, place.root, place.home / "folder")
-    with mock.patch.object(tempfile, "tempdir", str(temporary)), files.scratch_folder() as folder:
+    with (
+        mock.patch.object(tempfile, "tempdir", str(temporary)),
+        files.make_scratch_folder() as folder,
+    ):
         assert files.is_private(folder)
     return ""
 

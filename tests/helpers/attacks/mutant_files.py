@@ -19,7 +19,7 @@ from gpumix.cli.planning.profile_source import PlanOptions
 from gpumix.cost.predict import predict
 from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.hardware.estimates.adapters import FULL
-from gpumix.hardware.estimates.decoder_shapes import decoder
+from gpumix.hardware.estimates.decoder_shapes import make_decoder
 from gpumix.hardware.estimates.known_models import NamedDecoder
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.job.job import Job
@@ -204,7 +204,7 @@ NAMES = {
     "head": "lm_head.weight",
 }
 
-PLANS = ("one.json", "stages.json", "teams.json", "unlike.json")
+PLANS = ("one.json", "stages.json", "tp_groups.json", "unlike.json")
 
 USES: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "job": {
@@ -242,7 +242,7 @@ USES: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
              "--add", "1x fast", "--inside", "10GbE"),
             ("simulate", "one.json"),
             ("simulate", "stages.json", "--profile", "profile.json"),
-            ("simulate", "teams.json"),
+            ("simulate", "tp_groups.json"),
             ("train", "job.yaml", "--plan", "one.json"),
         ),
         "cards.json": (
@@ -320,12 +320,12 @@ def write_all(folder: Path) -> list[Good]:
             "max_pipeline_stages": 3,
             "tensor_parallel_size": (1,),
         },
-        "teams": {"max_pipeline_stages": 1, "tensor_parallel_size": (2,)},
+        "tp_groups": {"max_pipeline_stages": 1, "tensor_parallel_size": (2,)},
     }.items():
         space = EVERYTHING.model_copy(update={"leave_out": False, **shape})
         made = make_plan(profile, job.global_batch_size, space=space)
         _save(made, folder, name)
-    _save(_of_unlike_teams(profile, Plan.load(folder / "teams.json")), folder, "unlike")
+    _save(_of_mixed_degrees(profile, Plan.load(folder / "tp_groups.json")), folder, "unlike")
     return [
         Good(kind, name, (folder / name).read_text(encoding="utf-8"), uses)
         for kind, files in USES.items()
@@ -338,23 +338,24 @@ def _save(plan: Plan, folder: Path, name: str) -> None:
     plan.save(folder / "alone" / f"{name}.json")  # without a profile beside it
 
 
-def _of_unlike_teams(profile: Profile, plan: Plan) -> Plan:
-    """A plan of teams of two, whose first team is two workers instead who compute alone."""
+def _of_mixed_degrees(profile: Profile, plan: Plan) -> Plan:
+    """A plan of tensor-parallel groups of two, of which the first is replaced by two workers that
+    compute alone."""
     (stage,) = plan.stages
-    team = stage.tp_groups[0]
-    whole = team[0].samples
+    tp_group = stage.tp_groups[0]
+    whole = tp_group[0].samples
     alone = [
         worker.model_copy(
             update={
                 "parts": stage.tensor,
                 "samples": samples,
                 "micro_batch": min(samples, worker.micro_batch),
-                "state_share": worker.state_share / len(team),
+                "state_share": worker.state_share / len(tp_group),
             }
         )
-        for worker, samples in zip(team, (whole // 2, whole - whole // 2), strict=True)
+        for worker, samples in zip(tp_group, (whole // 2, whole - whole // 2), strict=True)
     ]
-    mixed = stage.model_copy(update={"workers": (*alone, *stage.workers[len(team) :])})
+    mixed = stage.model_copy(update={"workers": (*alone, *stage.workers[len(tp_group) :])})
     found = plan.model_copy(update={"stages": (mixed,), "prediction": None})
     return found.model_copy(update={"prediction": predict(profile, found)})
 
@@ -370,7 +371,7 @@ def _estimated(job: Job, folder: Path) -> Profile:
     config = job.model.config
     assert isinstance(config, dict)
     cluster = NamedCluster("4x rtx3090, 2x p40")
-    model = NamedDecoder("llama", decoder(config))
+    model = NamedDecoder("llama", make_decoder(config))
     length, batch = job.sequence_length, job.global_batch_size
     found = Estimate(cluster, model, FULL, job.optimizer, length, batch, "fp32").profile()
     anatomy = split_into_units(build_model(job.model, folder=folder, seed=0))

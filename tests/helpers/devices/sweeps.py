@@ -124,7 +124,9 @@ def sizes(found: ClassMeasurement) -> list[int]:
     curves = [kind.kept, kind.saved, kind.gradient, kind.forward, kind.backward]
     curves += [kind.saved_forward, kind.saved_backward, root.kept, root.head]
     curves += [c for unit in measured.units.values() for c in (unit.forward, unit.backward)]
-    curves += [c for c in (root.chunked_head, measured.chunked_head) if c is not None]
+    curves += [
+        c for c in (root.chunked_cross_entropy, measured.chunked_cross_entropy) if c is not None
+    ]
     curves += [unit.gradient for name, unit in measured.units.items() if name != ROOT]
     (same,) = {curve.sizes for curve in curves}
     assert measured.largest_micro_batch == same[-1]

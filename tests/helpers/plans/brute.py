@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from gpumix.cost.loading_memory import find_room_on_host
 from gpumix.cost.memory_layout.curves import MicroBatches
-from gpumix.cost.peak_memory import Activations, free_bytes
-from gpumix.cost.step_time import can_predict_mode, exposed_seconds, pass_seconds
+from gpumix.cost.peak_memory import Activations, compute_free_bytes
+from gpumix.cost.step_time import can_predict_mode, compute_exposed_seconds, compute_pass_seconds
 from gpumix.planner.common.device_pool import Fleet
 from gpumix.planner.common.sharding_setting import ShardingSetting, iterate_settings
-from gpumix.planner.common.strategy import PlanRequest, get_prediction, ranked_devices
+from gpumix.planner.common.strategy import PlanRequest, get_prediction, list_devices_by_rank
 from gpumix.planner.data_parallel.search import plan_one_stage
 from gpumix.schema.cluster.network import ClassPairLink, Link
 from gpumix.schema.cluster.network import Network as StatedNetwork
@@ -67,12 +67,12 @@ def best_step(
 ) -> float | None:
     """Seconds of the fastest step of all plans; None if no plan fits."""
     cut = cut or cuts()
-    devices = ranked_devices(profile, PlanRequest(global_batch=batch))
+    devices = list_devices_by_rank(profile, PlanRequest(global_batch=batch))
     steps = []
     for setting in iterate_settings(Fleet.of(profile, devices), space):
         best = best_of(_with_all_modes(setting, space), batch, cut)
         if best < inf:
-            steps.append(exposed_seconds(profile, setting.links) + best)
+            steps.append(compute_exposed_seconds(profile, setting.links) + best)
     return min(steps, default=None)
 
 
@@ -117,7 +117,7 @@ def best_of(setting: ShardingSetting, batch: int, cut: Cut) -> float:
 def _options(setting: ShardingSetting, name: str, batch: int, ranks: int, cut: Cut) -> list[Option]:
     """Every way in which a device of the class can run 0 to `batch` samples and still fit, but for
     those that another one with as many samples beats."""
-    model, free = setting.profile.model_of(name), free_bytes(setting.profile, name)
+    model, free = setting.profile.model_of(name), compute_free_bytes(setting.profile, name)
     host_bytes = find_room_on_host(setting.profile, name)
     sizes = [(0, 0)]
     sizes += [
@@ -137,7 +137,7 @@ def _options(setting: ShardingSetting, name: str, batch: int, ranks: int, cut: C
             room = 1.0
         elif setting.cap == 1.0 and room < 1 / ranks:
             continue
-        forward, backward = pass_seconds(setting.profile, name, setting.links, micro, mode)
+        forward, backward = compute_pass_seconds(setting.profile, name, setting.links, micro, mode)
         update = setting.update_s(name)
         room = min(room, setting.cap / ranks) if setting.zero_stage else room
         options.append((b, float(forward[0]), float(backward[0]), room, update))
@@ -188,7 +188,9 @@ def small_profiles(draw: st.DrawFn) -> Profile:
     head = draw(curves(200))
     in_chunks = draw(st.one_of(st.none(), curves(100), st.just(_halved(head))))
     if in_chunks is not None:
-        cards = [replace(card, chunked_head=draw(_heads_in_chunks(card))) for card in cards]
+        cards = [
+            replace(card, chunked_cross_entropy=draw(_heads_in_chunks(card))) for card in cards
+        ]
     accelerator = draw(st.sampled_from(["cpu", "cuda"]))
     per_host = draw(st.sampled_from([0, 0, 1, 2]))
     before, after = draw(ELEMENTS), draw(ELEMENTS)
@@ -201,7 +203,7 @@ def small_profiles(draw: st.DrawFn) -> Profile:
             draw(st.integers(0, 500)),
             kept=draw(curves(50)),
             head=head,
-            chunked_head=in_chunks,
+            chunked_cross_entropy=in_chunks,
             before=before,
             after=after,
         ),

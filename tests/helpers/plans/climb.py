@@ -8,14 +8,14 @@ from dataclasses import replace
 from itertools import permutations
 from random import Random
 
-from gpumix.planner.common.strategy import PlanRequest, ranked_devices
+from gpumix.planner.common.strategy import PlanRequest, list_devices_by_rank
 from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
 from gpumix.planner.pipeline_parallel.candidate import (
     UncutCandidate,
     get_stages_per_group,
     list_leaders,
 )
-from gpumix.planner.pipeline_parallel.device_order import cell_of
+from gpumix.planner.pipeline_parallel.device_order import get_device_place
 from gpumix.planner.pipeline_parallel.micro_batch_counts import CandidateEvaluator, CutCandidate
 from gpumix.planner.pipeline_parallel.stage_modes import (
     NO_TENSOR_PARALLEL,
@@ -56,7 +56,7 @@ class Climb:
     ) -> None:
         self._profile = profile
         self._batch, space = request.global_batch, request.space
-        self._devices = ranked_devices(profile, request)
+        self._devices = list_devices_by_rank(profile, request)
         self._cuts = profile.model.cuts
         degrees = get_measured_tp_degrees(profile).intersection(list_tp_degrees(space))
         pace_of = CallTimesCache(profile, {NO_TENSOR_PARALLEL, *degrees})
@@ -149,9 +149,9 @@ class Climb:
         random = self._random
         devices = list(self._devices)
         if random.random() < 0.5:  # like devices stay together
-            cells = list(dict.fromkeys(map(cell_of, devices)))
+            cells = list(dict.fromkeys(map(get_device_place, devices)))
             random.shuffle(cells)
-            devices.sort(key=lambda device: cells.index(cell_of(device)))
+            devices.sort(key=lambda device: cells.index(get_device_place(device)))
         else:
             random.shuffle(devices)
         schedule = random.choice(self._schedules)
@@ -245,7 +245,7 @@ class Climb:
     def _other_groups(self, one: CutCandidate) -> Iterator[CutCandidate | None]:
         row = [list(group) for group in one.way.row]
         for giver, group in enumerate(row):
-            for device in {cell_of(device): device for device in group}.values():
+            for device in {get_device_place(device): device for device in group}.values():
                 rest = [[d for d in g if d != device] for g in row]
                 for taker in range(len(row)) if len(group) > 1 else ():
                     if taker != giver:
@@ -255,8 +255,8 @@ class Climb:
                 if len(group) > 1 and self._may_leave_out:
                     yield self._like(one, rest)
                 for taker in range(giver + 1, len(row)):
-                    for other in {cell_of(d): d for d in row[taker]}.values():
-                        if cell_of(other) != cell_of(device):
+                    for other in {get_device_place(d): d for d in row[taker]}.values():
+                        if get_device_place(other) != get_device_place(device):
                             swapped = [[d for d in g if d != other] for g in rest]
                             swapped[taker].append(device)
                             swapped[giver].append(other)
@@ -306,7 +306,7 @@ class Climb:
         for place, deal in enumerate(one.deal or ()):
             degree = one.way.manners[place].tp.degree
             leaders = list_leaders(one.way.row[place], degree)
-            alike = {(cell_of(d), n): at for at, (d, n) in enumerate(zip(leaders, deal))}
+            alike = {(get_device_place(d), n): at for at, (d, n) in enumerate(zip(leaders, deal))}
             for giver, taker in permutations(alike.values(), 2):
                 if deal[giver]:
                     moved = list(deal)

@@ -98,7 +98,7 @@ def dealt(
         if found.model.kinds[0].saved or value
     ]
     modes = [mode for mode in keeps if schedule != "zero-bubble" or not mode.recompute]
-    heads = space.cross_entropy if found.model.root.chunked_head else ("whole",)
+    heads = space.cross_entropy if found.model.root.chunked_cross_entropy else ("whole",)
     ends_in = [mode.model_copy(update={"head": head}) for mode in modes for head in heads]
     fewest = min(map(max, deal))
     for inner in cuts or combinations(range(1, calls), stages - 1):

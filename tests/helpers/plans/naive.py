@@ -343,7 +343,7 @@ def worker_seconds(profile: Profile, plan: Plan, rank: int) -> tuple[float, floa
         following = rows[number + 1][0] if number + 1 < len(rows) else wire.buckets.after
         taken = [sum(seconds(times[kinds[c]].forward, n) for c in calls) for _, n in sizes]
         forward += max(beside(wire.gather(following), taken, 0), copied(calls))
-    in_chunks = _class(profile, worker).chunked_head
+    in_chunks = _class(profile, worker).chunked_cross_entropy
     head = times[ROOT].backward if worker.mode.head == "whole" else in_chunks
     heads = [seconds(head, n) for _, n in sizes]
     backward, last = sum(heads), sum(heads[-1:])
@@ -561,7 +561,7 @@ def _moments(profile: Profile, plan: Plan, rank: int) -> Iterator[tuple[int, int
         of = _kind(model, kind)
         standing = kinds[-2:] if call + 1 == len(kinds) else (kind,)
         yield moment(call + 1, working(call, of.forward, of.saved_forward), standing=standing)
-    head = model.root.head if mode.head == "whole" else model.root.chunked_head
+    head = model.root.head if mode.head == "whole" else model.root.chunked_cross_entropy
     yield moment(len(kinds), gradients(-1), largest(head), standing=kinds[-2:-1])
     for call in reversed(range(len(kinds))):
         of = _kind(model, kinds[call])

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from gpumix.cost.loading_memory import find_room_on_host
 from gpumix.cost.memory_layout.curves import MicroBatches
 from gpumix.cost.network.collective_times import CollectiveSeconds, make_free_collectives
-from gpumix.cost.peak_memory import Activations, free_bytes
-from gpumix.cost.step_time import pass_seconds
+from gpumix.cost.peak_memory import Activations, compute_free_bytes
+from gpumix.cost.step_time import compute_pass_seconds
 from gpumix.planner.common.score import iterate_even_settings
 from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.planner.common.strategy import (
@@ -18,7 +18,7 @@ from gpumix.planner.common.strategy import (
     Strategy,
     build_plan,
     get_prediction,
-    ranked_devices,
+    list_devices_by_rank,
 )
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
@@ -54,7 +54,7 @@ def parts_of(plan: Plan) -> list[tuple[str, int, int]]:
 
 
 def ways(profile: Profile, batch: int, space: Space) -> Iterator[tuple[ShardingSetting, Mode]]:
-    devices = ranked_devices(profile, PlanRequest(global_batch=batch))
+    devices = list_devices_by_rank(profile, PlanRequest(global_batch=batch))
     yield from iterate_even_settings(profile, devices, space)
 
 
@@ -63,7 +63,9 @@ def room(setting: ShardingSetting, name: str, mode: Mode, samples: int, micro_ba
     micro = MicroBatches.of([samples], [micro_batch])
     host = find_room_on_host(setting.profile, name)
     held = Activations(setting.profile.model_of(name), micro, mode)
-    capacity = setting.memory.demands(held).capacity(free_bytes(setting.profile, name), host)
+    capacity = setting.memory.demands(held).capacity(
+        compute_free_bytes(setting.profile, name), host
+    )
     if setting.zero_stage == 0:
         return 1.0 if capacity[0] >= 0 else -1.0
     return float(capacity[0])
@@ -86,7 +88,7 @@ def seconds(
     """Of both passes, by default without collectives."""
     links = links or make_free_collectives(setting.links.buckets)
     micro = MicroBatches.of([samples], [micro_batch])
-    forward, backward = pass_seconds(setting.profile, name, links, micro, mode)
+    forward, backward = compute_pass_seconds(setting.profile, name, links, micro, mode)
     return float((forward + backward)[0])
 
 

@@ -64,7 +64,7 @@ class Card:
     host_copy: Curve | None = None
     host_bytes: int | None = None  # beyond what reading weights takes
     host_optimizer_s_per_element: float | None = None
-    chunked_head: Curve | None = None
+    chunked_cross_entropy: Curve | None = None
     per_host: int = 0  # 0: all on one host, with all other cards
 
 
@@ -110,7 +110,7 @@ def root(
     head: Curve = FREE,
     before: int = 0,
     after: int = 0,
-    chunked_head: Curve | None = None,
+    chunked_cross_entropy: Curve | None = None,
 ) -> RootUnit:
     """Of all its trainable elements, some are used at its ends only."""
     return RootUnit(
@@ -118,7 +118,7 @@ def root(
         buffer_bytes=buffers,
         kept=kept,
         head=head,
-        chunked_head=chunked_head,
+        chunked_cross_entropy=chunked_cross_entropy,
         before=EndParameters(names=("tokens.weight",) if before else (), trainable=before),
         after=EndParameters(names=("head.weight",) if after else (), trainable=after),
     )
@@ -215,7 +215,7 @@ def profile(
                 host_copy=c.host_copy,
                 host_bytes=None if c.host_bytes is None else c.host_bytes + loading,
                 host_optimizer_s_per_element=c.host_optimizer_s_per_element,
-                chunked_head=c.chunked_head,
+                chunked_cross_entropy=c.chunked_cross_entropy,
                 compute_dtype=of_card,
             )
             for c, of_card in zip(cards, dtypes)

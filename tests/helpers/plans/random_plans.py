@@ -15,7 +15,7 @@ from gpumix.cost.network.collective_times import (
 )
 from gpumix.cost.network.link_times import FreeLinks, TimedCollectives
 from gpumix.planner.common.sharding_setting import make_setting
-from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, ranked_devices
+from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, list_devices_by_rank
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.plan.dtypes import choose_communication_dtype
@@ -39,7 +39,7 @@ def links_of(
 @st.composite
 def plans_of(draw: st.DrawFn, profile: Profile) -> Plan:
     """Any samples, micro-batches and shares; some devices get nothing of either."""
-    devices = ranked_devices(profile, PlanRequest(global_batch=1))
+    devices = list_devices_by_rank(profile, PlanRequest(global_batch=1))
     count = len(devices)
     samples = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(any))
     weights = draw(st.lists(st.integers(0, 5), min_size=count, max_size=count).filter(any))
@@ -173,7 +173,7 @@ def _modes(profile: Profile, name: str, stage: int) -> list[Mode]:
         for mode in EVERYTHING.modes(stage)
         if (graphs or mode.recompute)
         and (of.host_copy is not None or mode.boundary == "device")
-        and (of.chunked_head is not None or mode.head == "whole")
+        and (of.chunked_cross_entropy is not None or mode.head == "whole")
     ]
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpumix.cost.step_time import can_predict_mode
 from gpumix.planner.common.sharding_setting import make_setting
-from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, ranked_devices
+from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, list_devices_by_rank
 from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import PLAIN, Mode
@@ -63,7 +63,7 @@ def plan_by_hand(
     modes: Sequence[Mode] = (),
 ) -> Plan:
     """So many samples on each device; equal shares and plain modes if none are given."""
-    devices = ranked_devices(measured, PlanRequest(global_batch=1))
+    devices = list_devices_by_rank(measured, PlanRequest(global_batch=1))
     shares = shares or [1 / len(devices)] * len(devices)
     modes = modes or [PLAIN] * len(devices)
     parts = {
@@ -77,7 +77,7 @@ def plan_by_hand(
 @st.composite
 def any_plans(draw: st.DrawFn, measured: Profile, stages: Sequence[int] = (0, 1, 2, 3)) -> Plan:
     """Any stage, and on each device any samples, micro-batches, share and mode."""
-    devices = ranked_devices(measured, PlanRequest(global_batch=1))
+    devices = list_devices_by_rank(measured, PlanRequest(global_batch=1))
     zero_stage = draw(st.sampled_from(stages))
     samples = draw(
         st.lists(st.integers(0, 9), min_size=len(devices), max_size=len(devices)).filter(any)

@@ -14,7 +14,7 @@ import torch
 from gpumix.engine.comm.communicator import Communicator, Pending
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.engine.sharding.shard import Shard, ShardMember, ShardMemory
-from gpumix.engine.sharding.shard_layout import Division
+from gpumix.engine.sharding.shard_layout import ShardLayout
 from gpumix.schema.plan.batch_shares import get_batch_share, get_batch_workers, get_micro_batch_rows
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
@@ -101,7 +101,7 @@ def shard_of(world: int, device: str, *, equal: bool) -> Shard:
     return Shard(
         "block",
         [ShardMember("weight", parameter, ParameterSlice(parameter.shape))],
-        Division(3, tuple(shares), comm, tuple(range(world))),
+        ShardLayout(3, tuple(shares), comm, tuple(range(world))),
         ShardMemory(torch.device(device), torch.float32, torch.float32),
         lambda name, of, start, end: of.detach()[start:end],
     )
@@ -109,7 +109,7 @@ def shard_of(world: int, device: str, *, equal: bool) -> Shard:
 
 def plan_of(world: int, *, tensor: int = 1) -> Plan:
     """A plan of one stage with two samples for each rank, in micro-batches of one; with `tensor`
-    above 1 for teams of so many."""
+    above 1 for tensor-parallel groups of so many."""
     workers = tuple(
         Worker(
             device=f"gpu-{rank}",

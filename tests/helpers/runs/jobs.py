@@ -24,7 +24,7 @@ from gpumix.schema.job.advanced import AdvancedSpec
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import PLAIN, Mode, Stage, Worker
 from gpumix.schema.reading.read import read_job
-from gpumix.train.controller import GivenPlan, JobController
+from gpumix.train.controller import JobController, UserPlan
 from gpumix.train.rank_setup.model import build_model
 from gpumix.train.run_log.summary import Summary
 from helpers.paths import TESTS, USER_CODE
@@ -142,9 +142,9 @@ def staged_plan_for(
     mode: Mode = PLAIN,
     **settings: Any,
 ) -> Plan:
-    """A plan by hand of several stages, by the samples of each team of each stage, devices in rank
-    order, and again from the first one; of equally many unit calls, by what the profile says of the
-    model. `tensor` has the degree of each stage, by default 1."""
+    """A plan by hand of several stages, by the samples of each tensor-parallel group of each stage,
+    devices in rank order, and again from the first one; of equally many unit calls, by what the
+    profile says of the model. `tensor` has the degree of each stage, by default 1."""
     pipeline = JobController.of_file(job_file, [], debug=True)
     profile = pipeline.profile()
     model, devices = profile.model, cycle(pipeline.cluster.in_rank_order())
@@ -183,7 +183,7 @@ def staged_plan_for(
     )
 
 
-def plan_in_unlike_teams(job_file: Path) -> Plan:
+def plan_of_mixed_degrees(job_file: Path) -> Plan:
     """A plan by hand for a device, which computes both parts of units, and `PAIR`, which divides
     them. It names another order of ranks than the cluster has, which is the one that counts."""
     plan = plan_for(job_file, samples=(5, 3, 0), shares=(0.6, 0.4, 0.0))
@@ -191,8 +191,8 @@ def plan_in_unlike_teams(job_file: Path) -> Plan:
     big, one, other = stage.workers
     part = {"samples": 3, "micro_batch": 2, "state_share": 0.4}
     big = big.model_copy(update={"parts": 2, "micro_batch": 2})
-    team = tuple(worker.model_copy(update=part) for worker in (one, other))
-    changed = stage.model_copy(update={"tensor": 2, "workers": (big, *team)})
+    tp_group = tuple(worker.model_copy(update=part) for worker in (one, other))
+    changed = stage.model_copy(update={"tensor": 2, "workers": (big, *tp_group)})
     ranks = (one.device, big.device, other.device)
     dumped = plan.model_copy(update={"stages": (changed,), "ranks": ranks}).model_dump_json()
     return Plan.model_validate_json(dumped)
@@ -206,7 +206,7 @@ def train(
 ) -> Summary:
     """`gpumix train` by `plan`, or by one that is made."""
     return JobController.of_file(job_file, overrides, debug=False).train(
-        GivenPlan(plan), resume=resume
+        UserPlan(plan), resume=resume
     )
 
 

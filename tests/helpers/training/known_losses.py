@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from gpumix.engine.loss.objective import make_objective
-from gpumix.engine.loss.reduction import SUM_AND_COUNT, ObjectiveWithRule, Rule
+from gpumix.engine.loss.reduction import SUM_AND_COUNT, ObjectiveWithRule, ReductionRule
 
 
 def known_loss(model: nn.Module) -> ObjectiveWithRule:
@@ -16,10 +16,10 @@ def known_loss(model: nn.Module) -> ObjectiveWithRule:
     return objective
 
 
-def rule_of(model: nn.Module) -> Rule:
+def rule_of(model: nn.Module) -> ReductionRule:
     loss = getattr(model, "loss_function", None)
     if loss is None:
         return SUM_AND_COUNT
     encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     shifts = getattr(loss, "__name__", "") == "ForCausalLMLoss" and not encoder_decoder
-    return Rule("a mean over 'labels'", "labels", "labels", shifted=shifts)
+    return ReductionRule("a mean over 'labels'", "labels", "labels", shifted=shifts)

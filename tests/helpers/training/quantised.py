@@ -19,12 +19,12 @@ from torch import nn
 from gpumix.engine.engine import Engine
 from gpumix.engine.loss.objective import make_objective
 from gpumix.engine.prepare import prepare
-from gpumix.engine.quantised.weight_formats import iterate_packed
+from gpumix.engine.quantised.weight_formats import iterate_quantised_parameters
 from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.integrations.common.plan_and_shard import without_weights
 from gpumix.profiler.compute.dataflow import find_flows
-from gpumix.profiler.compute.unit_fixture import UnitFixture
 from gpumix.profiler.compute.unit_kinds import separate_kinds
+from gpumix.profiler.compute.unit_runner import UnitRunner
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.testing.plans import Share, plan_for
@@ -220,7 +220,7 @@ def plan_of_stages(model: nn.Module, workers: Sequence[int], **settings: Any) ->
 
 def _find_needs(model: nn.Module) -> Any:
     empty = without_weights(model)
-    specimens = UnitFixture(
+    runner = UnitRunner(
         empty,
         split_into_units(empty),
         device=torch.device("cpu"),
@@ -228,15 +228,15 @@ def _find_needs(model: nn.Module) -> Any:
         objective=make_objective(empty),
     )
     batch = make_batch(0, 2)
-    separate_kinds(specimens, batch)
-    return find_flows(specimens, batch, in_chunks=False).needs
+    separate_kinds(runner, batch)
+    return find_flows(runner, batch, in_chunks=False).needs
 
 
 def packed_bytes(model: nn.Module) -> int:
     """Bytes of all quantised weights with their constants."""
-    return sum(one.format.nbytes for _, one in iterate_packed(model))
+    return sum(one.format.nbytes for _, one in iterate_quantised_parameters(model))
 
 
 def weights_of(model: nn.Module) -> int:
     """Elements of all quantised weights."""
-    return sum(one.format.shape.numel() for _, one in iterate_packed(model))
+    return sum(one.format.shape.numel() for _, one in iterate_quantised_parameters(model))

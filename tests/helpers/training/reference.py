@@ -218,7 +218,7 @@ def expected_counts(engine: Engine) -> dict[str, int]:
         ends = sum(len(bucket.groups) for bucket in (parts.before, parts.after))
         kept = sum(len(bucket.groups) for bucket in parts.always_used_buckets)
         counts["gather"] = kept + waves * (twice + ends)
-    if engine.plan.sharding == "host" and parts.division.copies is not None:
+    if engine.plan.sharding == "host" and parts.layout.copies is not None:
         hosts = dict.fromkeys(w.host for w in engine.plan.workers)
         cuts = {tuple(w.state_share for w in engine.plan.workers if w.host == h) for h in hosts}
         counts["all_reduce" if len(cuts) == 1 else "exchange_parts"] += waves * trained

@@ -18,8 +18,8 @@ from gpumix.engine.model.model_settings import find_unit_conflicts
 from gpumix.engine.prepare import prepare
 from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.profiler.compute.dataflow import DataFlow, find_flows
-from gpumix.profiler.compute.unit_fixture import UnitFixture
 from gpumix.profiler.compute.unit_kinds import separate_kinds
+from gpumix.profiler.compute.unit_runner import UnitRunner
 from gpumix.schema.plan.plan import Plan, Schedule
 from gpumix.schema.plan.stage import Mode, Stage, Worker
 from helpers.processes.harness import run_ranks
@@ -348,7 +348,7 @@ EVERY = (
 
 class Row(NamedTuple):
     """The workers of a stage: each one's share, the number of its device, and in how many of the
-    `tensor` parts of units it is; teams may divide the sequence too."""
+    `tensor` parts of units it is; tensor-parallel groups may divide the sequence too."""
 
     shares: tuple[Share, ...]
     devices: tuple[int, ...]
@@ -358,7 +358,7 @@ class Row(NamedTuple):
 
     @property
     def leaders(self) -> Iterator[Share]:
-        """Of each team the first one's."""
+        """Of each tensor-parallel group the first one's."""
         number = 0
         while number < len(self.shares):
             yield self.shares[number]
@@ -376,9 +376,9 @@ def rows(
     state: Sequence[Sequence[int]] = (),
     **share: Any,
 ) -> list[Row]:
-    """Stages on devices of their own, by the samples of each worker, or team of so many (`tensor`
-    of a stage says of all its teams, or of each), which divide the sequence too or not; by default
-    they share their stage's state equally."""
+    """Stages on devices of their own, by the samples of each worker, or of each tensor-parallel
+    group (`tensor` has the size of all groups of a stage, or of each), which divide the sequence
+    too or not; by default they share their stage's state equally."""
     found, device = [], 0
     states = state or [[1] * len(of_stage) for of_stage in samples]
     members_of = tensor or [1] * len(samples)
@@ -395,7 +395,7 @@ def rows(
 def _row(
     shares: Sequence[Share], members: int | Sequence[int], device: int, *, sequence: bool
 ) -> Row:
-    """Teams of so many ranks each, by what they get; from this device on."""
+    """Tensor-parallel groups of so many ranks each, by what they get; from this device on."""
     sizes = [members] * len(shares) if isinstance(members, int) else members
     degree = max(sizes)
     every = [(s, size) for s, size in zip(shares, sizes, strict=True) for _ in range(size)]
@@ -429,7 +429,7 @@ def flows_of(name: str, *, in_chunks: bool = False) -> DataFlow:
     architecture = EVERY[name]
     model = build(architecture.factory, 0)
     find_unit_conflicts(model).switch_off()
-    specimens = UnitFixture(
+    runner = UnitRunner(
         model,
         split_into_units(model),
         device=torch.device("cpu"),
@@ -437,8 +437,8 @@ def flows_of(name: str, *, in_chunks: bool = False) -> DataFlow:
         objective=known_loss(model),
     )
     batch = architecture.batch(2, torch.Generator().manual_seed(0))
-    separate_kinds(specimens, batch)
-    return find_flows(specimens, batch, in_chunks=in_chunks)
+    separate_kinds(runner, batch)
+    return find_flows(runner, batch, in_chunks=in_chunks)
 
 
 def staged_plan(

@@ -45,7 +45,7 @@ def plan() -> Any:
 
 
 def values_of(network: nn.Module) -> list[torch.Tensor]:
-    with gpumix.whole(network):
+    with gpumix.summon_full_params(network):
         return [p.detach().clone() for p in network.parameters()]
 
 

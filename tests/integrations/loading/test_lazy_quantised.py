@@ -126,10 +126,10 @@ def test_casts_leave_packed_values(twice):
 
 
 def values_of(model: Any) -> list[bytes]:
-    from gpumix.engine.quantised.weight_formats import iterate_packed
+    from gpumix.engine.quantised.weight_formats import iterate_quantised_parameters
 
     source = make_source(model)
-    packed = dict(iterate_packed(model))
+    packed = dict(iterate_quantised_parameters(model))
     assert len(packed) == 21
     return [source(n, one, 0, one.numel()).numpy().tobytes() for n, one in packed.items()]
 

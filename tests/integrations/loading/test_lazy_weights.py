@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import gpumix
 from gpumix.engine.quantised.bitsandbytes_weights import QUANTISED_AT_ONCE
-from gpumix.engine.quantised.weight_formats import find_format, iterate_packed
+from gpumix.engine.quantised.weight_formats import find_format, iterate_quantised_parameters
 from gpumix.engine.sharding.initial_weights import check_has_values, make_source
 from gpumix.engine.weights.file_parameter import has_source
 from gpumix.engine.weights.whole_values import read_all_values
@@ -359,13 +359,13 @@ def assert_equally_quantised(*models):
     check_has_values(models[1])
     found = []
     for model in models:
-        source, packed = make_source(model), dict(iterate_packed(model))
+        source, packed = make_source(model), dict(iterate_quantised_parameters(model))
         own = {id(one.original) for one in packed.values()}
         values = {n: source(n, one, 0, one.numel()) for n, one in packed.items()}
         floats = {n: p for n, p in model.named_parameters() if id(p) not in own}
         found.append(values | {n: source(n, p, 0, p.numel()) for n, p in floats.items()})
     stock, lazy = found
-    assert len(dict(iterate_packed(models[1]))) > 5
+    assert len(dict(iterate_quantised_parameters(models[1]))) > 5
     assert stock.keys() == lazy.keys()
     for key, expected in stock.items():
         assert torch.equal(lazy[key], expected), key

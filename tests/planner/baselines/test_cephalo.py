@@ -11,11 +11,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gpumix.planner.baselines import cephalo as module
-from gpumix.planner.baselines.cephalo import plan_cephalo, solve
+from gpumix.planner.baselines.cephalo import plan_at_factor, plan_cephalo
+from gpumix.planner.common.policy_shortage import Shortage, make_policy_error
 from gpumix.planner.common.score import iterate_even_settings
 from gpumix.planner.common.sharding_setting import make_setting
-from gpumix.planner.common.strategy import PlanRequest, ranked_devices
-from gpumix.planner.common.why_policy_does_not_fit import Shortage, make_policy_error
+from gpumix.planner.common.strategy import PlanRequest, list_devices_by_rank
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
 from gpumix.schema.plan.stage import Mode
@@ -40,7 +40,7 @@ def test_it_is_the_published_recurrence(profile, batch):
 
 def recurrence(profile, batch):
     """(class, samples, micro-batch) of each device, by the recurrence in plain loops."""
-    devices = ranked_devices(profile, PlanRequest(global_batch=batch))
+    devices = list_devices_by_rank(profile, PlanRequest(global_batch=batch))
     names = sorted(d.device_class for d in devices)
     equal, unequal = (make_setting(profile, devices, cap=cap) for cap in (1.0, INF))
     mode, share = Mode(), 1 / len(names)
@@ -106,7 +106,7 @@ def test_inputs_are_kept_on_the_host_where_that_is_known_and_allowed():
 def test_a_batch_divided_by_a_factor_is_whole_again():
     made = fleet(4)
     for factor in (1, 3, 7, 20):
-        plan = solve(made, PlanRequest(global_batch=64), factor=factor)
+        plan = plan_at_factor(made, PlanRequest(global_batch=64), factor=factor)
         assert sum(w.samples for w in plan.workers) == 64
         odd = [w for w in plan.workers if w.samples % (factor * w.micro_batch)]
         assert len(odd) == (64 % factor > 0)
@@ -114,12 +114,12 @@ def test_a_batch_divided_by_a_factor_is_whole_again():
 
 def test_the_factor_is_the_smallest_that_is_not_too_much(monkeypatch):
     made, request = fleet(4), PlanRequest(global_batch=64)
-    exact = solve(made, request)
+    exact = plan_at_factor(made, request)
     assert plan_cephalo(made, request) == exact
     monkeypatch.setattr(module, "MAX_CELLS", module.MAX_CELLS / 300)
     coarse = plan_cephalo(made, request)
     assert coarse == next(
-        plan for f in range(2, 20) if (plan := solve(made, request, factor=f)) == coarse
+        plan for f in range(2, 20) if (plan := plan_at_factor(made, request, factor=f)) == coarse
     )
     assert coarse.prediction.step_s > exact.prediction.step_s
 

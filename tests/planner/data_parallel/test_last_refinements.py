@@ -96,9 +96,9 @@ IN_CHUNKS = Space(
 def test_the_head_runs_in_chunks_where_that_is_no_slower_or_saves_the_plan(chunked_s, memory, head):
     in_chunks = None if chunked_s is None else line(chunked_s)
     measured = profile(
-        [Card("c", 1, memory, TIMES, chunked_head=in_chunks)],
+        [Card("c", 1, memory, TIMES, chunked_cross_entropy=in_chunks)],
         calls=("block",) * 2,
-        root_unit=root(100, head=line(50_000), chunked_head=line(1_000)),
+        root_unit=root(100, head=line(50_000), chunked_cross_entropy=line(1_000)),
     )
     plan, after = touched(measured, 2, IN_CHUNKS)
     assert {w.mode.head for w in (*plan.workers, *after.workers)} == {head}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.cost.step_time import exposed_seconds
+from gpumix.cost.step_time import compute_exposed_seconds
 from gpumix.planner.common.device_pool import Fleet
 from gpumix.planner.common.sharding_setting import (
     ShardingSetting,
@@ -14,7 +14,7 @@ from gpumix.planner.common.sharding_setting import (
     relax_settings,
 )
 from gpumix.planner.common.sharding_setting import iterate_settings as settings_of
-from gpumix.planner.common.strategy import PlanRequest, ranked_devices
+from gpumix.planner.common.strategy import PlanRequest, list_devices_by_rank
 from gpumix.planner.data_parallel import feasibility
 from gpumix.planner.data_parallel.feasibility import FeasibilityTest
 from gpumix.schema.job.search_space import EVERYTHING
@@ -30,7 +30,7 @@ MANY = examples(10)
     st.one_of(small_profiles(), linked_profiles()), st.integers(2, 10), st.sampled_from([2, 128])
 )
 def test_nothing_fits_where_it_is_said(profile, batch, steps):
-    devices = ranked_devices(profile, PlanRequest(global_batch=batch))
+    devices = list_devices_by_rank(profile, PlanRequest(global_batch=batch))
     cut = cuts()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feasibility, "SAMPLE_COUNTS", steps)
@@ -46,7 +46,7 @@ def test_a_batch_that_is_a_little_too_large_is_told(batch, fits):
     kinds = [block(trainable=0, kept=line(1_000))]
     cards = [Card("c", 2, 204_082, steady(1.0))]  # 2 % are for the framework's own kernels
     whole = profile(cards, kinds=kinds)
-    setting = make_setting(whole, ranked_devices(whole, PlanRequest(global_batch=batch)))
+    setting = make_setting(whole, list_devices_by_rank(whole, PlanRequest(global_batch=batch)))
     assert FeasibilityTest(batch).can_fit(setting) == fits
 
 
@@ -54,7 +54,10 @@ def test_a_batch_that_is_a_little_too_large_is_told(batch, fits):
 @given(linked_profiles(), st.integers(2, 6))
 def test_no_form_of_collectives_is_faster_than_the_fastest_of_all(profile, batch):
     """Nor has more room."""
-    fleet, cut = Fleet.of(profile, ranked_devices(profile, PlanRequest(global_batch=batch))), cuts()
+    fleet, cut = (
+        Fleet.of(profile, list_devices_by_rank(profile, PlanRequest(global_batch=batch))),
+        cuts(),
+    )
     groups: dict[object, list[ShardingSetting]] = {}
     for setting in settings_of(fleet, EVERYTHING):
         if all(setting.modes[name] for name in setting.classes):
@@ -62,7 +65,7 @@ def test_no_form_of_collectives_is_faster_than_the_fastest_of_all(profile, batch
             groups.setdefault(key, []).append(setting)
     for alike in groups.values():
         relaxed = relax_settings(alike)
-        least_s = exposed_seconds(profile, relaxed.links) + best_of(relaxed, batch, cut)
+        least_s = compute_exposed_seconds(profile, relaxed.links) + best_of(relaxed, batch, cut)
         for one in alike:
-            step_s = exposed_seconds(profile, one.links) + best_of(one, batch, cut)
+            step_s = compute_exposed_seconds(profile, one.links) + best_of(one, batch, cut)
             assert least_s <= step_s * (1 + 1e-9)

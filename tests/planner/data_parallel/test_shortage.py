@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from gpumix.cost.peak_memory import usable_bytes
+from gpumix.cost.peak_memory import compute_usable_bytes
 from gpumix.planner.common.strategy import PlanRequest
+from gpumix.planner.data_parallel.no_fit_error import UNREACHABLE
 from gpumix.planner.data_parallel.search import plan_one_stage
-from gpumix.planner.data_parallel.why_nothing_fits import UNREACHABLE
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
 from helpers.errors import raises
@@ -137,10 +137,10 @@ def with_memory(setting, extra):
 
 def grown(of, extra):
     """The reserve is a part of the whole, so more is added than is usable."""
-    usable = usable_bytes(of) + extra
+    usable = compute_usable_bytes(of) + extra
     near = range(int(usable / 0.98) - 2, int(usable / 0.98) + 3)
     sizes = (of.model_copy(update={"memory_bytes": n}) for n in near)
-    return next(c for c in sizes if usable_bytes(c) == usable)
+    return next(c for c in sizes if compute_usable_bytes(c) == usable)
 
 
 @pytest.mark.parametrize(

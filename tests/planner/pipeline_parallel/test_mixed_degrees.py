@@ -177,7 +177,10 @@ def test_what_was_not_measured_of_tp_groups_is_no_assertion():
         for w in stage.workers
     )
     changed = plan.model_copy(update={"stages": (stage.model_copy(update={"workers": chunked}),)})
-    classes = (c.model_copy(update={"chunked_head": c.units[ROOT].backward}) for c in found.classes)
+    classes = (
+        c.model_copy(update={"chunked_cross_entropy": c.units[ROOT].backward})
+        for c in found.classes
+    )
     alone = found.model_copy(update={"classes": tuple(classes)})
     with raises(InputError, code="tensor-parallel-mode-not-measured", what=("small", 2)):
         predict(alone, changed)

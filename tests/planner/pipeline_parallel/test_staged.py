@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.cost.peak_memory import usable_bytes
+from gpumix.cost.peak_memory import compute_usable_bytes
 from gpumix.cost.predict import predict
 from gpumix.planner.baselines.naive_model_parallel import plan_naive_model_parallel
 from gpumix.planner.common.strategy import PlanRequest, get_prediction
@@ -65,13 +65,13 @@ def cluster(
                 steady(s, start=start * s),
                 per_host=per_host,
                 largest=(largest or {}).get(n),
-                chunked_head=line(1e-5) if chunked else None,
+                chunked_cross_entropy=line(1e-5) if chunked else None,
             )
             for n, (s, count) in enumerate(cards)
         ],
         calls=("block",) * calls,
         kinds=[block(kept=line(message), gradient=line(message), backward=line(message))],
-        root_unit=root(head=line(2e4), chunked_head=line(1e3)) if chunked else None,
+        root_unit=root(head=line(2e4), chunked_cross_entropy=line(1e3)) if chunked else None,
         links=StatedNetwork(between=Link.stated(link, 1e-5), inside=Link.stated(link, 1e-5)),
     )
     return in_a_row(found, message=line(message))
@@ -120,8 +120,8 @@ def with_room(found: Profile, part: float) -> Profile:
     """Devices with so much of what they have for plans, and 64 bytes for rounding."""
     classes = []
     for one in found.cluster.classes:
-        wanted = part * usable_bytes(one) + 64
-        memory = one.memory_bytes * wanted / usable_bytes(one)
+        wanted = part * compute_usable_bytes(one) + 64
+        memory = one.memory_bytes * wanted / compute_usable_bytes(one)
         classes.append(one.model_copy(update={"memory_bytes": int(memory)}))
     cluster = found.cluster.model_copy(update={"classes": tuple(classes)})
     return found.model_copy(update={"cluster": cluster})
@@ -533,7 +533,7 @@ def test_no_micro_batch_is_larger_than_was_measured():
 @pytest.mark.parametrize(
     ("space", "named"),
     [
-        (Space(cross_entropy="chunked"), "head in chunks"),
+        (Space(cross_entropy="chunked"), "chunked cross-entropy"),
         (Space(gradient_checkpointing=False), "kept graphs"),
     ],
 )
@@ -596,4 +596,4 @@ def test_a_head_in_chunks_is_the_last_stages():
     plan = make_plan(found, 4, space=space)
     assert space.missing(plan) == ""
     assert {w.mode.head for w in plan.stages[-1].workers} == {"chunked"}
-    assert "head in chunks" in Space(cross_entropy="whole").missing(plan)
+    assert "chunked cross-entropy" in Space(cross_entropy="whole").missing(plan)

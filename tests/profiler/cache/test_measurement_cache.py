@@ -22,7 +22,7 @@ from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.schema.profile.measurements import ClassMeasurement, InputMeasurement
 from gpumix.schema.profile.profile import HostInput, Profile
 from gpumix.train.console.plan_page import advise_measuring, describe_doubt
-from gpumix.train.controller import GivenPlan, JobController
+from gpumix.train.controller import JobController, UserPlan
 from helpers.devices.sweeps import costly_model, subject, virtual_time
 from helpers.extended import every_second
 from helpers.runs.jobs import CLUSTER, write_job
@@ -163,7 +163,7 @@ def test_a_given_plan_waits_for_no_measurement_and_its_reader_is_told(measured, 
     pipeline = JobController.of_file(tmp_path / "job.yaml", ["max_steps=1"], debug=False)
     plan = pipeline.plan(measured)
     cache(tmp_path).input_file().unlink()
-    pipeline.train(GivenPlan(plan), resume=False)
+    pipeline.train(UserPlan(plan), resume=False)
     assert "what reading this data takes was not measured" in capfd.readouterr().err
     assert not cache(tmp_path).input_file().exists()
 

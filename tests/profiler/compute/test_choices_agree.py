@@ -13,7 +13,7 @@ from gpumix.engine.unit.regional_compile import CompiledForward
 from gpumix.hardware.device import open_device
 from gpumix.hardware.estimates.kernel_choice import PLAIN_SETTINGS, ChosenSettings
 from gpumix.profiler.class_settings import ClassSettings
-from gpumix.profiler.compute import numerics_check, unit_fixture
+from gpumix.profiler.compute import numerics_check, unit_runner
 from gpumix.profiler.compute.class_measurement import measure_class
 from gpumix.profiler.subject import Workload
 from gpumix.schema.cluster.cluster import DeviceClass
@@ -207,7 +207,7 @@ def test_compiled_code_that_computes_something_else_is_not_used(monkeypatch, fac
         for unit in units:
             unit.forward = _Compiled(unit.forward, factor)
 
-    monkeypatch.setattr(unit_fixture, "compile_units", compiled)
+    monkeypatch.setattr(unit_runner, "compile_units", compiled)
     what = subject(lambda: Regression([BrokenInBf16() for _ in range(2)]), largest=1)
     what = replace(what, settings=of_one(chosen=wanted(), compiled=True))
     found, told = measured(what)
@@ -226,7 +226,7 @@ def test_compiled_units_that_draw_are_not_said_to_agree(monkeypatch):
         def __init__(self) -> None:
             super().__init__(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
 
-    monkeypatch.setattr(unit_fixture, "compile_units", compiled)
+    monkeypatch.setattr(unit_runner, "compile_units", compiled)
     what = subject(lambda: Regression([Dropping() for _ in range(2)]), largest=1)
     what = replace(what, settings=of_one(chosen=wanted(), compiled=True))
     found, told = measured(what)
@@ -238,8 +238,8 @@ def test_compiled_units_that_draw_are_not_said_to_agree(monkeypatch):
 @pytest.mark.extended
 def test_compiled_units_are_measured_in_all_ways(monkeypatch):
     """Also with their backward in two parts, for which the graph runs twice."""
-    compiled = partial(unit_fixture.compile_units, backend="aot_eager")
-    monkeypatch.setattr(unit_fixture, "compile_units", compiled)
+    compiled = partial(unit_runner.compile_units, backend="aot_eager")
+    monkeypatch.setattr(unit_runner, "compile_units", compiled)
     found, told = measured(replace(llama(), settings=of_one(chosen=wanted(), compiled=True)))
     assert found.compiled
     assert not told

@@ -191,7 +191,7 @@ def test_whole_logits_may_be_too_much_where_chunks_fit():
     found = Profile.model_validate_json(told)
     root, of_class = found.model.root, found.classes[0]
     assert all(value >= 24 * 2**20 for value in root.head.values)
-    assert all(value < 24 * 2**20 for value in root.chunked_head.values)
+    assert all(value < 24 * 2**20 for value in root.chunked_cross_entropy.values)
     assert root.flops == pytest.approx(2 * LENGTH * 32 * VOCABULARY, rel=0.01)
     assert of_class.largest_micro_batch == 2
     assert {w.mode.head for w in gpumix.plan(found, global_batch_size=2).workers} == {"chunked"}

@@ -60,12 +60,14 @@ def test_plans_that_cannot_be(hosts, changes, said):
     assert said in str(caught.value)
 
 
-def test_they_are_for_one_stage_without_teams():
+def test_they_are_for_one_stage_without_tp_groups():
     workers = plan_of("a", "a").workers
     whole = [w.model_copy(update={"state_share": 1.0}) for w in workers]
-    team = Stage(units=("a",), workers=tuple(whole), tensor=2)
-    with pytest.raises(ValidationError, match="for plans of one stage, without teams"):
-        plan_of("a", "a", stages=(team,), global_batch=1)
+    tp_group = Stage(units=("a",), workers=tuple(whole), tensor=2)
+    with pytest.raises(
+        ValidationError, match="for plans of one stage, without tensor-parallel groups"
+    ):
+        plan_of("a", "a", stages=(tp_group,), global_batch=1)
 
 
 def test_a_space_may_be_without_them():

@@ -11,7 +11,7 @@ import pytest
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import Job
 from gpumix.schema.reading.error_text import _dotted
-from gpumix.schema.reading.known_names import KEY_BY_NAME
+from gpumix.schema.reading.job_key_aliases import KEY_BY_ALIAS
 from gpumix.schema.reading.read import read_job
 from helpers.errors import raises
 
@@ -255,8 +255,8 @@ def test_a_key_under_its_old_name_is_not_missing_as_well(job_file):
 
 def test_names_that_are_known_from_elsewhere_lead_to_keys_that_there_are():
     every = set(_dotted(Job))
-    assert set(KEY_BY_NAME.values()) <= every
-    assert not every & KEY_BY_NAME.keys()
+    assert set(KEY_BY_ALIAS.values()) <= every
+    assert not every & KEY_BY_ALIAS.keys()
 
 
 def test_an_error_leaves_with_code_2_and_crosses_processes(job_file):

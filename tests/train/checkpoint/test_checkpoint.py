@@ -94,7 +94,7 @@ def _save_as_each(folder, names):
 def _first_copy(engine, optimizer):
     """What makes the whole together with the other ranks: nothing for a second copy of it."""
     values = optimizer_values(engine, optimizer)
-    return values if engine._parts.division.first else None
+    return values if engine._parts.layout.first else None
 
 
 def _load_as_each(folder, names):

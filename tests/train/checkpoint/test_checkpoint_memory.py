@@ -11,7 +11,7 @@ from gpumix.hardware.memory_limit import limit_memory
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.train.checkpoint.checkpointer import Checkpointer
 from gpumix.train.checkpoint.collective_errors import CollectiveActions
-from gpumix.train.checkpoint.dcp_storage import BoxedTensor, read, write
+from gpumix.train.checkpoint.dcp_storage import BoxedTensor, read_boxes, write_boxes
 from helpers.processes.harness import run_ranks
 from helpers.training.models import ARCHITECTURES
 from helpers.training.reference import batches, engine_alone
@@ -32,9 +32,11 @@ def risen(folder: Path) -> tuple[int, int]:
             runtime.reset_peak()
             before = runtime.current_bytes()
             if index is None:
-                index, _ = write(folder, {"model": boxed}, together)
+                index, _ = write_boxes(folder, {"model": boxed}, together)
             else:
-                read(folder, index, {f"model.{name}": one for name, one in boxed.items()}, together)
+                read_boxes(
+                    folder, index, {f"model.{name}": one for name, one in boxed.items()}, together
+                )
             found.append(runtime.peak_bytes() - before)
     return found[0], found[1]
 

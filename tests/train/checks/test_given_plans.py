@@ -12,7 +12,7 @@ from gpumix.schema.peak_flops import Peak
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.train.checks.user_plan import describe_speed_changes
-from gpumix.train.controller import GivenPlan, JobController
+from gpumix.train.controller import JobController, UserPlan
 from helpers.errors import raises
 from helpers.runs.jobs import CLUSTER, OWN_PROFILES, metrics, plan_for, toy, train, write_job
 
@@ -136,7 +136,7 @@ def test_a_plan_for_faster_devices_of_the_same_names_is_told_of(tmp_path, made, 
         tmp_path, max_steps=1, model=toy(blocks=4), cluster=slower, **OWN_PROFILES, **TWO
     )
     pipeline = JobController.of_file(job, [], debug=False)
-    pipeline.train(GivenPlan(plan, profile), resume=False)
+    pipeline.train(UserPlan(plan, profile), resume=False)
     told = " ".join(capsys.readouterr().err.split())
     assert "class 'big' computed 50 GFLOP/s, here it computes 25 GFLOP/s. Another one may" in told
     assert "class 'small' computed" not in told

@@ -154,7 +154,7 @@ def test_a_plan_that_is_predicted_not_to_fit_is_refused(job):
         ({"tensor_parallel_size": 2}, "nothing says how a Toy is divided"),
     ],
 )
-def test_teams_that_there_cannot_be_are_told_whatever_was_measured_before(
+def test_tp_groups_that_there_cannot_be_are_told_whatever_was_measured_before(
     tmp_path, techniques, told
 ):
     JobController.of_file(write_job(tmp_path), [], debug=True).profile()

@@ -11,7 +11,7 @@ from gpumix.hardware.estimates.what_if import scale_memory
 from gpumix.schema.plan.plan import Collectives, Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.train.checkpoint.checkpointer import open_checkpoint
-from gpumix.train.controller import GivenPlan, JobController
+from gpumix.train.controller import JobController, UserPlan
 from helpers.runs.jobs import metrics, plan_for, toy, train, write_job
 
 STEPS = 20
@@ -57,7 +57,7 @@ def trained(folder, profile: Profile, plan: Plan, part: float, **changes) -> Non
     tight = scale_memory(profile, {"card": part})
     plan = plan.model_copy(update={"prediction": predict(tight, plan)})
     job = write_job(folder, cluster=ALIKE, **USUAL | changes)
-    JobController.of_file(job, (), debug=False).train(GivenPlan(plan, tight), resume=False)
+    JobController.of_file(job, (), debug=False).train(UserPlan(plan, tight), resume=False)
 
 
 def on_one_device(folder) -> list[float]:

@@ -30,7 +30,7 @@ TOTAL = 48
 
 
 def plan(*samples: int, micro_batch: int = 4, tensor: int = 1) -> Plan:
-    """Of devices d0, d1, ..., in teams of `tensor` with so many samples each."""
+    """Of devices d0, d1, ..., in tensor-parallel groups of `tensor` with so many samples each."""
     counts = [n for n in samples for _ in range(tensor)]
     workers = tuple(
         Worker(
@@ -113,8 +113,8 @@ class Run:
         st.tuples(st.floats(0, 5), st.floats(0.1, 5), st.integers(0, 12)), min_size=1, max_size=4
     ),
 )
-def test_the_split_is_that_of_brute_force(total, teams):
-    paces, most = [DevicePace(a, b) for a, b, _ in teams], [limit for _, _, limit in teams]
+def test_the_split_is_that_of_brute_force(total, groups):
+    paces, most = [DevicePace(a, b) for a, b, _ in groups], [limit for _, _, limit in groups]
     choices = [range(1, limit + 1) if limit else (0,) for limit in most]
     whole = [counts for counts in itertools.product(*choices) if sum(counts) == total]
     found = split_samples(total, paces, most)
@@ -293,7 +293,7 @@ def test_steps_that_do_not_count_are_no_evidence():
         assert rebalancer.observe([0.0, 4.0]) is None
 
 
-def test_of_a_team_the_slowest_counts():
+def test_of_a_tp_group_the_slowest_counts():
     rebalancer = Rebalancer(plan(8, 8, tensor=2), SplitLimits([PLENTY] * 2), steps=100)
     changes = [rebalancer.observe([8.0, 24.0, 8.0, 8.0]) for _ in range(WINDOW_STEPS)]
     assert changes[:-1] == [None] * (WINDOW_STEPS - 1)
@@ -301,7 +301,7 @@ def test_of_a_team_the_slowest_counts():
     assert changes[-1].samples == (4, 12)
 
 
-def test_ranks_need_not_have_the_order_of_teams():
+def test_ranks_need_not_have_the_order_of_tp_groups():
     made = plan(8, 8, tensor=2)
     apart = Plan.model_validate(made.model_dump() | {"ranks": ("d0", "d2", "d1", "d3")})
     rebalancer = Rebalancer(apart, SplitLimits([PLENTY] * 2), steps=100)

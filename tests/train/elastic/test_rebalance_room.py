@@ -82,16 +82,16 @@ def test_the_most_samples_are_those_that_fit(memories):
             assert within == (count <= most), (number, count)
 
 
-def test_of_teams_the_ranks_need_not_be_in_the_order_of_the_stage():
+def test_of_tp_groups_the_ranks_need_not_be_in_the_order_of_the_stage():
     found, plan = made((620, 450), each=2)
     found = with_tp_groups(found, 2, faster=2.0)
     (stage,) = plan.stages
-    teams = plan.model_copy(update={"stages": (stage.model_copy(update={"tensor": 2}),)})
-    roomy, scarce = limit_samples_by_memory(found, teams)
+    of_groups = plan.model_copy(update={"stages": (stage.model_copy(update={"tensor": 2}),)})
+    roomy, scarce = limit_samples_by_memory(found, of_groups)
     assert roomy > scarce
-    (a, b), (c, d) = ((w.device for w in team) for team in teams.stages[0].tp_groups)
+    (a, b), (c, d) = ((w.device for w in tp_group) for tp_group in of_groups.stages[0].tp_groups)
     for ranks in ((a, c, b, d), (c, d, a, b)):
-        other = teams.model_copy(update={"ranks": ranks})
+        other = of_groups.model_copy(update={"ranks": ranks})
         assert limit_samples_by_memory(found, other) == (roomy, scarce)
 
 

@@ -80,10 +80,10 @@ def test_what_a_dealer_says_of_its_waves_is_what_the_plan_has(counts, size, wave
     st.lists(st.tuples(st.floats(0.5, 3), st.integers(0, 40)), min_size=2, max_size=3),
     st.integers(8, 30),
 )
-def test_the_best_split_is_nearly_that_of_brute_force(waves, teams, total):
+def test_the_best_split_is_nearly_that_of_brute_force(waves, groups, total):
     """Of all splits, each cut as well as it may be."""
-    paces, most = [DevicePace(0.0, s) for s, _ in teams], [limit for _, limit in teams]
-    made = in_waves(*[16] * len(teams), waves=waves, micro_batch=16 // waves)
+    paces, most = [DevicePace(0.0, s) for s, _ in groups], [limit for _, limit in groups]
+    made = in_waves(*[16] * len(groups), waves=waves, micro_batch=16 // waves)
     dealer = SampleDealer.of(made)
     choices = [range(1, min(limit, total) + 1) if limit else (0,) for limit in most]
     whole = [counts for counts in itertools.product(*choices) if sum(counts) == total]
@@ -96,7 +96,7 @@ def test_the_best_split_is_nearly_that_of_brute_force(waves, teams, total):
     assert all(n <= limit for n, limit in zip(found[0], most))
     best = min(dealer.step_s(paces, counts) for counts in whole)
     # A sample more or less in each wave of the slowest.
-    assert dealer.step_s(paces, found[0]) <= best + max(s for s, _ in teams)
+    assert dealer.step_s(paces, found[0]) <= best + max(s for s, _ in groups)
 
 
 @given(st.integers(1, 200), st.integers(1, 16), st.integers(2, 8))

@@ -10,7 +10,7 @@ import pytest
 from gpumix.hardware.host.environment import shared_memory_folder
 from gpumix.schema.errors import DeviceMissing, GpumixError, RankLost, TrainingError
 from gpumix.schema.reading.read import read_job
-from gpumix.train.controller import GivenPlan, JobController
+from gpumix.train.controller import JobController, UserPlan
 from gpumix.train.processes.runner import LocalRunner
 from helpers.extended import every_second
 from helpers.runs.jobs import checkpoints, metrics, plan_for, progress, toy, train, write_job
@@ -112,7 +112,7 @@ def test_a_device_that_hangs_again_and_again_is_left_out(tmp_path, undisturbed):
     kept = {"memory_save_steps": 0}
     job = disturbed(tmp_path, "hang", 2, at=1, **kept, timeout=5, **all_compute)
     pipeline = JobController.of_file(job, (), debug=False)
-    pipeline.train(GivenPlan(sound.plan(profile), profile), resume=False)
+    pipeline.train(UserPlan(sound.plan(profile), profile), resume=False)
     check_same(tmp_path / "run", undisturbed)
     assert [d.id for d in pipeline.cluster.devices] == ["big-0", "small-0"]
 
@@ -174,7 +174,7 @@ def test_a_device_whose_rank_is_lost_again_and_again_is_left_out(tmp_path, undis
     kept = {"memory_save_steps": 0}
     job = disturbed(tmp_path, "kill", at=1, **kept, **all_compute)
     pipeline = JobController.of_file(job, (), debug=False)
-    pipeline.train(GivenPlan(sound.plan(profile), profile), resume=False)
+    pipeline.train(UserPlan(sound.plan(profile), profile), resume=False)
     restarts = check_same(tmp_path / "run", undisturbed)
     assert [one["resumed_from"] for one in restarts] == [0]
     assert restarts[0]["decided"].endswith("is left out: its rank was lost 2 times in a row")
@@ -217,7 +217,7 @@ def test_a_device_that_was_left_out_is_tried_once_more_later(tmp_path, monkeypat
     runs = Scripted(list(lost))
     job = read_job(write_job(tmp_path, strategy="even", max_restarts=3))
     pipeline = JobController(job, tmp_path, runs)
-    assert pipeline.train(GivenPlan(), resume=False) == "trained"
+    assert pipeline.train(UserPlan(), resume=False) == "trained"
     every = ["big-0", "small-0", "small-1"]
     without = ["big-0", "small-1"]
     assert runs.starts == [every, every, without, every, without, every]
@@ -233,11 +233,11 @@ def test_a_gpu_that_is_not_there_any_more_is_left_out(tmp_path, monkeypatch, los
     job = read_job(write_job(tmp_path, strategy="even", max_restarts=3))
     pipeline = JobController(job, tmp_path, runs)
     if lost_before:
-        assert pipeline.train(GivenPlan(), resume=True) == "trained"
+        assert pipeline.train(UserPlan(), resume=True) == "trained"
         assert runs.starts[-1] == ["big-0", "small-1"]
     else:
         with pytest.raises(DeviceMissing):
-            pipeline.train(GivenPlan(), resume=True)
+            pipeline.train(UserPlan(), resume=True)
 
 
 def test_without_any_state_it_begins_anew_and_gives_up_in_the_end(tmp_path):

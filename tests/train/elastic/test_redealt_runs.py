@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpumix.cost.predict import predict
-from gpumix.train.controller import GivenPlan, JobController
+from gpumix.train.controller import JobController, UserPlan
 from helpers.runs.jobs import metrics, plan_for, staged_plan_for, toy, train, write_job
 
 STEPS, BATCH = 26, 12
@@ -44,7 +44,7 @@ def test_micro_batches_go_to_the_other_worker_and_losses_stay(tmp_path):
     expected = on_one_device(tmp_path / "alone")
     slow = model(rank=2, at=20, sample_s=0.15)
     job = write_job(tmp_path / "slow", model=slow, rebalance=True, **USUAL)
-    JobController.of_file(job, (), debug=False).train(GivenPlan(plan, profile), resume=False)
+    JobController.of_file(job, (), debug=False).train(UserPlan(plan, profile), resume=False)
     run = tmp_path / "slow" / "run"
     (change, *_) = metrics(run, "plan")
     assert change["live"]

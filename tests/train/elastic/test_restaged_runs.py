@@ -11,7 +11,7 @@ from statistics import fmean, median
 import pytest
 
 from gpumix.schema.plan.plan import Plan
-from gpumix.train.controller import GivenPlan, JobController
+from gpumix.train.controller import JobController, UserPlan
 from gpumix.train.elastic.rebalancer import WINDOW_STEPS
 from gpumix.train.rebalance_controller import MEASURED_STEPS
 from helpers.processes.commands import begin
@@ -38,7 +38,7 @@ def test_a_slow_device_gets_fewer_units(tmp_path):
     pipeline = JobController.of_file(sound, ["advanced.rebalance=false"], debug=False)
     profile = pipeline.profile()
     plan = pipeline.plan(profile)
-    pipeline.train(GivenPlan(plan, profile), resume=False)
+    pipeline.train(UserPlan(plan, profile), resume=False)
     device = max(plan.workers, key=lambda worker: _work_of(plan, worker.device)).device
     rank = [worker.device for worker in plan.workers].index(device)
     slow = toy(blocks=6, width=64, rank=rank, at=10, sample_s=0.05)

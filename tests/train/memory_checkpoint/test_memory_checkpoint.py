@@ -99,7 +99,7 @@ def _take_up(folder: Path, shares: Any, hosts: str, settings: Any = None) -> Any
         found = memory_folder.find_newest_state([memory_folder.from_text(text) for text in told])
         assert found is not None
         group = dist.group.WORLD if ranks.world > 1 else None
-        state = reader.load(home, held, found, ranks, group, engine, optimizer)
+        state = reader.load_state(home, held, found, ranks, group, engine, optimizer)
         return state, model_values(engine), optimizer_values(engine, optimizer), engine.steps
 
 

@@ -89,7 +89,7 @@ def stage(**samples: int) -> Stage:
     return Stage(units=("unit",), workers=workers)
 
 
-def team(**samples: int) -> Stage:
+def tp_group(**samples: int) -> Stage:
     """Of two devices in each."""
     return stage(**samples).model_copy(update={"tensor": 2})
 
@@ -104,9 +104,9 @@ def team(**samples: int) -> Stage:
         ((stage(a=1, b=1), stage(c=1, d=1)), [[0, 1], [2, 3]], ""),
         ((stage(a=2), stage(b=2)), [], "no two devices compute the same stage"),
         ((stage(a=1, b=1), stage(c=2), stage(a=1, b=1)), [[0, 1]], ""),
-        ((team(a=1, b=1, c=1, d=1),), [[0, 2], [1, 3]], ""),
-        ((team(a=2, b=2),), [], "no two devices compute the same parts of units"),
-        ((team(a=2, b=2), stage(c=1, d=1)), [[2, 3]], ""),
+        ((tp_group(a=1, b=1, c=1, d=1),), [[0, 2], [1, 3]], ""),
+        ((tp_group(a=2, b=2),), [], "no two devices compute the same parts of units"),
+        ((tp_group(a=2, b=2), stage(c=1, d=1)), [[2, 3]], ""),
     ],
 )
 def test_which_devices_of_a_plan_are_compared(stages, groups, why):

@@ -15,10 +15,10 @@ from gpumix.train.processes.torchrun_runner import (
     Arrival,
     TorchrunRunner,
     _has_same_agent,
-    agent,
-    arrive,
     assign_devices,
-    meet_devices,
+    exchange_arrivals,
+    exchange_devices,
+    identify_agent,
 )
 from gpumix.train.run_log import run_files
 from helpers.errors import raises
@@ -44,7 +44,7 @@ def start(store: Board, world: int, timeout_s: float = 20.0) -> list[tuple[str, 
     with ThreadPoolExecutor(world) as ranks:
         return list(
             ranks.map(
-                lambda rank: arrive(
+                lambda rank: exchange_arrivals(
                     store, rank, world, Arrival("host", rank, f"a{world}"), timeout_s=timeout_s
                 ),
                 range(world),
@@ -66,14 +66,14 @@ def test_all_ranks_of_a_start_have_one_word_which_no_other_start_has():
 @pytest.mark.parametrize("rank, late", [(0, "1, 2"), (1, "0, 2")])
 def test_who_does_not_come_is_named(rank, late):
     with raises(TrainingError, code="ranks-not-started", what=(late, 0)):
-        arrive(Board(), rank, 3, Arrival("host", rank, "agent"), timeout_s=0.2)
+        exchange_arrivals(Board(), rank, 3, Arrival("host", rank, "agent"), timeout_s=0.2)
 
 
 def test_what_an_earlier_start_said_is_not_taken_for_this_one():
     store = Board()
     start(store, 3)
     with raises(TrainingError, code="ranks-not-started"):
-        arrive(store, 1, 3, Arrival("host", 1, "agent"), timeout_s=0.2)
+        exchange_arrivals(store, 1, 3, Arrival("host", 1, "agent"), timeout_s=0.2)
 
 
 def test_an_output_is_of_the_run_whose_agents_are_there(tmp_path):
@@ -83,7 +83,7 @@ def test_an_output_is_of_the_run_whose_agents_are_there(tmp_path):
     assert not _has_same_agent(tmp_path, ["a", "d"])
     (tmp_path / run_files.AGENTS).write_text("{")
     assert not _has_same_agent(tmp_path, ["a", "b"])
-    assert agent() == agent()
+    assert identify_agent() == identify_agent()
 
 
 def cluster(*hosts: str) -> Cluster:
@@ -163,7 +163,7 @@ def test_a_rank_that_has_lost_its_device_takes_no_part():
     owns = [None, *((device, wanted.classes[0]) for device in wanted.devices)]
 
     def met(rank: int) -> tuple[Cluster, tuple[Device | None, ...]]:
-        return meet_devices(store, place(rank=rank, world=3), owns[rank])
+        return exchange_devices(store, place(rank=rank, world=3), owns[rank])
 
     with ThreadPoolExecutor(3) as ranks:
         for rank, (found, devices) in enumerate(ranks.map(met, range(3))):

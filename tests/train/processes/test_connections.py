@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from gpumix.train.processes.store import store_on
-from gpumix.train.processes.tcp_liveness import (
+from gpumix.train.processes.store import create_store
+from gpumix.train.processes.tcp_connections import (
     WatchedConnection,
     has_visitors,
     listen_at,
@@ -95,7 +95,7 @@ def test_a_store_at_one_address_is_not_visited_by_its_own_process():
     """Its own connection is of IPv6 at one end, and of IPv4 at the other."""
     with listen_at("127.0.0.1", 0, one_host=True) as server:
         port = server.getsockname()[1]
-        store = store_on(server, "127.0.0.1")
+        store = create_store(server, "127.0.0.1")
     assert not has_visitors(port)
     guest = dist.TCPStore("127.0.0.1", port)  # of this process too
     assert not has_visitors(port)
@@ -116,7 +116,7 @@ def test_a_store_at_one_address_is_not_visited_by_its_own_process():
 
 WATCHED = """
 import sys
-from gpumix.train.processes.tcp_liveness import listen_for_watchers
+from gpumix.train.processes.tcp_connections import listen_for_watchers
 watched = listen_for_watchers("127.0.0.1")
 print(watched.getsockname()[1], flush=True)
 sys.stdin.read()

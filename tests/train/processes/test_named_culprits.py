@@ -37,7 +37,7 @@ def in_stages(sound) -> list[Plan]:
 
 
 @pytest.fixture(scope="module")
-def a_team_and_one(sound) -> Plan:
+def a_tp_group_and_one(sound) -> Plan:
     return staged_plan_for(sound, [(BATCH,)] * 2, micro_batch=1, tensor=[2, 1])
 
 
@@ -73,7 +73,7 @@ def check_stand(error: RankLost, block: int) -> None:
 # Who hangs is found by what the others tell, wherever it stands. Of one that ends or is stopped
 # nobody need tell: the two plans together have each of these faults on each rank.
 OF_STAGES = [(0, "hang"), (0, "stop"), (1, "kill"), (1, "hang"), (2, "hang"), (2, "stop")]
-OF_A_TEAM = [(0, "kill"), (0, "hang"), (1, "hang"), (2, "hang"), (1, "stop"), (2, "kill")]
+OF_A_TP_GROUP = [(0, "kill"), (0, "hang"), (1, "hang"), (2, "hang"), (1, "stop"), (2, "kill")]
 
 
 @pytest.mark.parametrize(("rank", "fault"), OF_STAGES)
@@ -88,10 +88,10 @@ def test_of_stages(tmp_path, in_stages, rank, fault):
         check_stand(error, block)
 
 
-@pytest.mark.parametrize(("rank", "fault"), OF_A_TEAM)
-def test_of_a_team_of_two_and_the_stage_behind_it(tmp_path, a_team_and_one, rank, fault):
+@pytest.mark.parametrize(("rank", "fault"), OF_A_TP_GROUP)
+def test_of_a_tp_group_of_two_and_the_stage_behind_it(tmp_path, a_tp_group_and_one, rank, fault):
     block = 0 if rank < 2 else BLOCKS - 1
-    error = named_after(tmp_path, a_team_and_one, fault, rank, block)
+    error = named_after(tmp_path, a_tp_group_and_one, fault, rank, block)
     check_names(error, fault, rank)
     if fault == "hang":
         check_stand(error, block)

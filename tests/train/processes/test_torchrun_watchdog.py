@@ -12,7 +12,7 @@ from gpumix.engine.comm.heartbeat import STOPPED_TIMEOUT_S, SilenceDetector
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import GpumixError, RankLost
 from gpumix.train.processes.local_launcher import RankAddress
-from gpumix.train.processes.tcp_liveness import Presence, WatchedConnection
+from gpumix.train.processes.tcp_connections import Presence, WatchedConnection
 from gpumix.train.processes.torchrun_runner import Arrival
 from gpumix.train.processes.torchrun_watchdog import TorchrunWatchdog
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumix.doctor.inside import RankWatch
+from gpumix.doctor.rank_watch import RankWatch
 from gpumix.schema.errors import InputError
 from gpumix.train.controller import JobController
 from helpers.errors import raises

@@ -122,12 +122,12 @@ def test_a_job_in_8_bits_is_planned_from_its_profile(tmp_path):
     assert train(job).steps == 1
 
 
-def test_teams_are_no_technique_of_optimizers_that_do_not_fit_them(tmp_path):
+def test_tp_groups_are_no_technique_of_optimizers_that_do_not_fit_them(tmp_path):
     job = read_job(_job_in_8_bits(tmp_path))
     assert job.space == job.techniques.without_tensor_parallel()
-    teams = {"techniques": {"tensor_parallel_size": [2]}}
+    settings = {"techniques": {"tensor_parallel_size": [2]}}
     with raises(InputError, code="values-conflict", what="adamw_8bit"):
-        read_job(_job_in_8_bits(tmp_path, **teams))
+        read_job(_job_in_8_bits(tmp_path, **settings))
 
 
 def test_groups_that_match_nothing_are_told_before_anything_is_measured(tmp_path):

@@ -10,7 +10,7 @@ from typing import Literal
 from gpumix.check.facts.cluster import PairFacts, RankFacts, Survey
 from gpumix.check.finding import Finding, Severity
 from gpumix.check.rules.gpus import card_of
-from gpumix.hardware.estimates.cluster_shorthand import links_inside
+from gpumix.hardware.estimates.cluster_shorthand import make_links_inside
 from gpumix.schema.cluster.network import Link
 from gpumix.schema.units import format_count, format_rate, show_seconds
 
@@ -137,7 +137,7 @@ def stated_link(survey: Survey, one: RankFacts, other: RankFacts) -> Link | None
     if where == "between" or len(known) < len(cards):
         return None
     pair = sorted((one.device_class, other.device_class))
-    return next((e.link for e in links_inside(known) if sorted(e.classes) == pair), None)
+    return next((e.link for e in make_links_inside(known) if sorted(e.classes) == pair), None)
 
 
 def _rate_at(link: Link, size: int) -> float:

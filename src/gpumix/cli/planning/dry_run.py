@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gpumix.schema.job.job import Job
     from gpumix.schema.plan.plan import Plan
     from gpumix.schema.profile.profile import Profile
-    from gpumix.train.controller import GivenPlan, JobController
+    from gpumix.train.controller import JobController, UserPlan
 
 MOST_RANKS = 16  # groups of ranks listed
 
@@ -89,7 +89,7 @@ def check_job(
     path: Path,
     overrides: Sequence[str],
     allowed: Sequence[str],
-    given: GivenPlan,
+    given: UserPlan,
     *,
     resume: bool,
 ) -> ForeseenStart:

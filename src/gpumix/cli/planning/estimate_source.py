@@ -205,7 +205,7 @@ def estimate_job(
         InputError: the job's model is not known by its configuration.
     """
     from gpumix.hardware.estimates.adapters import FULL, FineTuning
-    from gpumix.hardware.estimates.decoder_shapes import decoder
+    from gpumix.hardware.estimates.decoder_shapes import make_decoder
     from gpumix.hardware.estimates.known_models import NamedDecoder, read_config
 
     config = job.model.config
@@ -221,7 +221,7 @@ def estimate_job(
     tuning = FULL if lora is None else FineTuning(lora.rank, job.model.base or "16bit")
     return Estimate(
         cluster,
-        NamedDecoder(str(config.get("model_type", "")), decoder(config)),
+        NamedDecoder(str(config.get("model_type", "")), make_decoder(config)),
         tuning,
         job.optimizer,
         job.sequence_length,

@@ -165,13 +165,13 @@ def _next_commands(source: PlanSource) -> list[tuple[str, str]]:
 
 
 def _print_shortfall(source: PlanSource, error: NoFeasiblePlanError, as_json: bool) -> None:
-    """Print what is short, and the ways out, on stdout."""
-    from gpumix.cli.planning.ways_out import find_ways_out, shortfall_page
+    """Print what is short, and the remedies, on stdout."""
+    from gpumix.cli.planning.remedies import find_remedies, shortfall_page
     from gpumix.train.console.terminal import get_result_console, show_waiting
 
     assert source.estimate is not None
-    with show_waiting("looking for ways out"):
-        found = find_ways_out(source.estimate, source.profile, source.request.space, error)
+    with show_waiting("looking for remedies"):
+        found = find_remedies(source.estimate, source.profile, source.request.space, error)
     if as_json:
         print_json(error.as_dict() | found.as_dict())
     else:

@@ -51,7 +51,7 @@ def demo(
     Example: gpumix demo --max-steps 10
     """
     from gpumix.cli.demo_devices import choose_demo_devices
-    from gpumix.train.controller import GivenPlan, JobController, format_overrun_warning
+    from gpumix.train.controller import JobController, UserPlan, format_overrun_warning
     from gpumix.train.run_figures.words import format_token_rate
     from gpumix.train.run_figures.writer import append_event
     from gpumix.train.run_log.even_baseline import measure_best_even_plan
@@ -64,7 +64,7 @@ def demo(
     pipeline.show(devices.said)
     for name in run_files.ALL:  # of a former run
         remove(output / name)
-    summary = pipeline.train(GivenPlan(), resume=False)
+    summary = pipeline.train(UserPlan(), resume=False)
     pipeline.show(f"now an even split on the same devices, {EVEN_STEPS} steps in each setting")
     even = measure_best_even_plan(pipeline, pipeline.profile(), EVEN_STEPS)
     overruns = summary.overruns + even.overruns

@@ -27,7 +27,7 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.reading.error_location import locate_errors
 
 if TYPE_CHECKING:
-    from gpumix.train.controller import GivenPlan
+    from gpumix.train.controller import UserPlan
 
 
 @take_shorthands(OF_CLUSTER, OF_STRATEGY, OF_TRACE_STEP)
@@ -89,14 +89,14 @@ def train(
         print_json(asdict(summary))
 
 
-def _load_given_plan(path: Path | None, overrides: Sequence[str]) -> GivenPlan:
+def _load_given_plan(path: Path | None, overrides: Sequence[str]) -> UserPlan:
     """Load the plan to train by and the profile next to it."""
     from gpumix.cli.planning.profile_source import load_profile_beside
     from gpumix.schema.plan.plan import Plan
-    from gpumix.train.controller import GivenPlan
+    from gpumix.train.controller import UserPlan
 
     if path is None:
-        return GivenPlan()
+        return UserPlan()
     if any(one.startswith("strategy=") for one in overrides):
         raise InputError(
             "a plan is given, and a strategy to make one by",
@@ -106,4 +106,4 @@ def _load_given_plan(path: Path | None, overrides: Sequence[str]) -> GivenPlan:
         )
     plan = Plan.load(path)
     made_from, file = load_profile_beside(path, plan) or (None, "")
-    return GivenPlan(plan, made_from, str(path), str(file))
+    return UserPlan(plan, made_from, str(path), str(file))

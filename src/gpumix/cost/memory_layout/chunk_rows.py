@@ -27,7 +27,7 @@ def compute_chunk_rows(
     `GPU_MAX_CHUNK_ROWS`.
 
     Args:
-        logit_bytes: bytes of a chunk per logit; see `bytes_per_logit`.
+        logit_bytes: bytes of a chunk per logit; see `get_bytes_per_logit`.
     """
     wanted = max(MIN_CHUNK_ROWS, rows * width // vocabulary, width // GRADIENT_TO_LOGITS_RATIO)
     if on_gpu:
@@ -35,7 +35,7 @@ def compute_chunk_rows(
     return max(1, min(rows, 1 << (wanted.bit_length() - 1)))
 
 
-def bytes_per_logit(compute_bytes: int, *, gradient: bool = True, fused: bool = False) -> int:
+def get_bytes_per_logit(compute_bytes: int, *, gradient: bool = True, fused: bool = False) -> int:
     """Return the bytes of a chunk per logit: the logit in the compute dtype and, unless the loss is
     one fused kernel, its log-probability in fp32. With a gradient in a dtype other than fp32, add
     the tile of the weight's gradient being accumulated."""
@@ -53,7 +53,7 @@ def compute_chunk_bytes(
     on_gpu: bool = False,
 ) -> int:
     """Return the peak bytes of one micro-batch's loss, without hidden states and gradients."""
-    logit_bytes = bytes_per_logit(compute_bytes, gradient=True)
+    logit_bytes = get_bytes_per_logit(compute_bytes, gradient=True)
     chunk = compute_chunk_rows(
         rows, vocabulary=vocabulary, width=width, on_gpu=on_gpu, logit_bytes=logit_bytes
     )

@@ -233,7 +233,7 @@ def _compute_slot_bytes(places: tuple[int, ...], sizes: tuple[int, ...], *, gath
     return share_slots([Buffer(size, of) for size, of in zip(sizes, times)]).total_bytes
 
 
-def unit_sizes(model: ModelProfile) -> dict[str, UnitSize]:
+def list_unit_sizes(model: ModelProfile) -> dict[str, UnitSize]:
     """Return the size of each unit kind, and of the whole root under `ROOT`."""
     root = model.root
     sizes = {k.name: UnitSize(k.trainable, k.frozen_bytes, k.packed_bytes) for k in model.kinds}
@@ -251,7 +251,7 @@ def build_buckets(model: ModelProfile, joining: BucketGrouping) -> Buckets:
         model.calls,
         model.kind_of_call,
         joining,
-        tuple(unit_sizes(model).items()),
+        tuple(list_unit_sizes(model).items()),
         tuple(UnitSize(end.trainable, end.frozen_bytes, end.packed_bytes) for end in ends),
     )
 

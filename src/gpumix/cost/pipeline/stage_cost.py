@@ -30,7 +30,11 @@ from gpumix.cost.peak_memory import (
     compute_owned_by_rank_buckets,
 )
 from gpumix.cost.pipeline.stage_model import StagedModel
-from gpumix.cost.step_time import compute_split_backward, optimizer_seconds, pass_seconds
+from gpumix.cost.step_time import (
+    compute_optimizer_seconds,
+    compute_pass_seconds,
+    compute_split_backward,
+)
 from gpumix.cost.tensor_parallel_groups import StageLeaders
 from gpumix.schema.cluster.link_islands import Near
 from gpumix.schema.curve import Curve
@@ -151,7 +155,8 @@ class StageCost:
         micro = MicroBatches.of([samples], [size])
         both = self._free, self.links
         (forward, backward), (first, last) = (
-            map(_one, pass_seconds(self.profile, name, links, micro, mode)) for links in both
+            map(_one, compute_pass_seconds(self.profile, name, links, micro, mode))
+            for links in both
         )
         kind = self.links.buckets.kind(0)
         gathered, reduced = self.links.gather_s[kind], self.links.reduce_s[kind]
@@ -203,7 +208,7 @@ class StageCost:
     def update_s(self, worker: int) -> float:
         one, plan = self.workers[worker], self.plan
         zero_stage, gathered = plan.zero_stage, plan.communication_dtype
-        whole = optimizer_seconds(
+        whole = compute_optimizer_seconds(
             self.profile, one.device_class, zero_stage, one.state_on, gathered=gathered
         )
         return whole * (one.state_share if zero_stage else 1.0)

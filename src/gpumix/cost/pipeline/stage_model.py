@@ -134,7 +134,7 @@ class _StageOfModel:
                 "parameters": tuple(sizes[name] for name in self.alone),
                 "backward": model.root.backward if self.first else None,
                 "head": nothing or model.root.head,
-                "chunked_head": nothing or model.root.chunked_head,
+                "chunked_cross_entropy": nothing or model.root.chunked_cross_entropy,
             }
         )
         calls = slice(self.begin, self.end)
@@ -200,7 +200,7 @@ def _restrict_root_times(device: ClassProfile, *, first: bool, last: bool) -> Cl
     return device.model_copy(
         update={
             "units": device.units | {ROOT: times},
-            "chunked_head": backward(device.chunked_head),
+            "chunked_cross_entropy": backward(device.chunked_cross_entropy),
         }
     )
 

@@ -30,7 +30,7 @@ from gpumix.cost.memory_layout.buffer_slots import align_size
 from gpumix.cost.memory_layout.curves import interpolate_bytes
 from gpumix.cost.network.buckets import GRADIENT_BYTES
 from gpumix.cost.network.link_times import Messages, build_subset_link_model
-from gpumix.cost.peak_memory import MASTER_BYTES, StateModel, usable_bytes
+from gpumix.cost.peak_memory import MASTER_BYTES, StateModel, compute_usable_bytes
 from gpumix.cost.pipeline.stage_cost import StageCost, select_larger
 from gpumix.cost.pipeline.stage_model import SharedParameters, cut_into_stages
 from gpumix.cost.pipeline_schedule import (
@@ -42,7 +42,7 @@ from gpumix.cost.pipeline_schedule import (
     Transfer,
     replay,
 )
-from gpumix.cost.tensor_parallel_groups import end_seconds, make_stage_leaders
+from gpumix.cost.tensor_parallel_groups import compute_stage_end_seconds, make_stage_leaders
 from gpumix.schema.cluster.link_islands import find_smallest_place
 from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
 from gpumix.schema.plan.splitting import compute_shard_sizes
@@ -283,7 +283,7 @@ class StagedStep:
             return 0.0
         samples = self.stages[action.stage].micro_batches(worker, action.batch)[0]
         one = stage.leaders[worker]
-        ends = end_seconds(self.profile, self._whole, action.stage, one, samples)
+        ends = compute_stage_end_seconds(self.profile, self._whole, action.stage, one, samples)
         return {"forward": ends[0], "backward": ends[1], "weights": 0.0}[action.kind]
 
     def _computed_s(self, action: Action, worker: int) -> float:
@@ -464,7 +464,9 @@ class StagedStep:
             optimizer_s=update,
             busy_s=sum(self._computed(rank)) + update,
             memory_bytes=self.peak(rank),
-            memory_limit_bytes=usable_bytes(self.profile.cluster.class_named(worker.device_class)),
+            memory_limit_bytes=compute_usable_bytes(
+                self.profile.cluster.class_named(worker.device_class)
+            ),
             host_bytes=sum(cost.host_bytes(place) for cost, place in places),
         )
 

@@ -126,12 +126,12 @@ def sample_generator() -> torch.Generator:
     return _own.generator
 
 
-def key_of(what: str) -> int:
+def derive_key(what: str) -> int:
     """Return a key shared by all seeds of one purpose."""
     return int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little")
 
 
-def seeds_of(key: int, positions: np.ndarray) -> np.ndarray:
+def derive_seeds(key: int, positions: np.ndarray) -> np.ndarray:
     """Return a seed for each position: uint64."""
     x = positions.astype(np.uint64) * np.uint64(_STEP) + np.uint64(key)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
@@ -141,7 +141,7 @@ def seeds_of(key: int, positions: np.ndarray) -> np.ndarray:
 
 
 def derive_seed(seed: int, other: int) -> int:
-    """Derive from `seed` the seed of part `other`, hashed as in `seeds_of`."""
+    """Derive from `seed` the seed of part `other`, hashed as in `derive_seeds`."""
     x = (other * _STEP + seed) & _BITS_64
     x = (x ^ (x >> 30)) * _MIX_1 & _BITS_64
     x = (x ^ (x >> 27)) * _MIX_2 & _BITS_64

@@ -109,7 +109,7 @@ class PackedSource(Source):
 
     @property
     def fingerprint(self) -> str:
-        return digest(self._text.sha256, self._text.sequence_length)
+        return hash_parts(self._text.sha256, self._text.sequence_length)
 
     def __len__(self) -> int:
         return len(self._text)
@@ -137,8 +137,8 @@ class InMemorySource(Source):
 
     @property
     def fingerprint(self) -> str:
-        shapes = [(key, tuple(t.shape), str(t.dtype)) for key, t in by_key(self._rows)]
-        return digest(self.name, "kept", shapes)
+        shapes = [(key, tuple(t.shape), str(t.dtype)) for key, t in sort_by_key(self._rows)]
+        return hash_parts(self.name, "kept", shapes)
 
     def __len__(self) -> int:
         return len(next(iter(self._rows.values())))
@@ -319,7 +319,7 @@ class SourceSlice(DerivedSource):
 
     @property
     def fingerprint(self) -> str:
-        return digest(self._whole.fingerprint, self._start, self._stop)
+        return hash_parts(self._whole.fingerprint, self._start, self._stop)
 
     @property
     def lengths(self) -> np.ndarray | None:
@@ -365,10 +365,10 @@ def sort_keys(keys: Iterable[Any]) -> list[Any]:
     return sorted(keys, key=str)
 
 
-def by_key(values: Mapping[Any, T]) -> list[tuple[Any, T]]:
+def sort_by_key(values: Mapping[Any, T]) -> list[tuple[Any, T]]:
     return [(key, values[key]) for key in sort_keys(values)]
 
 
-def digest(*parts: object) -> str:
+def hash_parts(*parts: object) -> str:
     """Return sixteen hex digits that change with any part."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

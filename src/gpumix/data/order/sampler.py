@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpumix.data.core.source import Source, digest
+from gpumix.data.core.source import Source, hash_parts
 from gpumix.data.order.balance_by_length import assign_samples, compute_costs
 from gpumix.data.order.global_order import Cursor, GlobalOrder
 from gpumix.data.order.length_buckets import WINDOW_BATCHES, BucketedOrder
@@ -166,5 +166,5 @@ def make_start_cursor(source: Source, seed: int, by_length: ByLength, batch: int
     sample for each global batch size, so the fingerprint includes the size."""
     mark = source.fingerprint
     if by_length.bucketing:
-        mark = digest(mark, "bucketed", by_length.window_batches, batch)
+        mark = hash_parts(mark, "bucketed", by_length.window_batches, batch)
     return Cursor(seed, len(source), mark)

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import torch
 
-from gpumix.data.core.source import digest
+from gpumix.data.core.source import hash_parts
 from gpumix.data.core.token_file import PackedText
 from gpumix.data.workers.padding import TOKENS, RaggedSource, Sample
 from gpumix.schema.errors import InputError
@@ -42,7 +42,7 @@ class TokenFileDocuments(RaggedSource):
             )
         self._begins, self._lengths = self._begins[worth], lengths[worth].astype(np.int32)
         cuts = hashlib.sha256(self._begins.tobytes() + self._lengths.tobytes()).hexdigest()
-        self._mark = digest(text.sha256, cuts)
+        self._mark = hash_parts(text.sha256, cuts)
 
     @property
     def fingerprint(self) -> str:

@@ -32,7 +32,7 @@ from gpumix.data.core.read_policy import (
     note_sample_end,
     record_skipped_part,
 )
-from gpumix.data.core.source import InMemorySource, Source, SourceSlice, by_key, digest
+from gpumix.data.core.source import InMemorySource, Source, SourceSlice, hash_parts, sort_by_key
 from gpumix.data.sources.map_style import Collate, SampleStacker, call_collate
 from gpumix.data.workers.batch_layout import Batch
 from gpumix.data.workers.fetch import TRIES, BrokenStreamError, fetch_with_timeout, find_readable
@@ -124,7 +124,7 @@ class StreamSource(Source):
         self.name = name
         self._reading = reading
         self._seed = seed
-        self._key = sample_rng.key_of(f"gpumix stream {seed}")
+        self._key = sample_rng.derive_key(f"gpumix stream {seed}")
         self._draws = self._stream_draws = False
         self.once = isinstance(stream, Iterator)
         self.parallel = form.transform is not None and not self.once
@@ -147,9 +147,9 @@ class StreamSource(Source):
 
     @property
     def fingerprint(self) -> str:
-        shapes = [(k, tuple(v.shape[1:]), str(v.dtype)) for k, v in by_key(self._empty)]
+        shapes = [(k, tuple(v.shape[1:]), str(v.dtype)) for k, v in sort_by_key(self._empty)]
         more = [part for part in (self._passed_over, self._form.mark) if part]
-        return digest(self.name, "a stream", self._lanes, self._of_lane, shapes, *more)
+        return hash_parts(self.name, "a stream", self._lanes, self._of_lane, shapes, *more)
 
     def __len__(self) -> int:
         return ENDLESS_SAMPLES

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from gpumix.data.core.read_policy import DEFAULT_READING, Reading, Skipped, note_sample_begin
-from gpumix.data.core.sample_rng import key_of
-from gpumix.data.core.source import digest, sort_keys
+from gpumix.data.core.sample_rng import derive_key
+from gpumix.data.core.source import hash_parts, sort_keys
 from gpumix.data.core.tokenizer import Tokenizer
 from gpumix.data.order.global_order import GlobalOrder
 from gpumix.data.sources.iterable import StreamPack, StreamProcessing
@@ -32,7 +32,7 @@ from gpumix.data.workers.padding import (
     Sample,
     check_document,
     make_longest_batch,
-    padded,
+    pad_samples,
     truncate_sample,
 )
 from gpumix.schema.errors import InputError, get_first_line
@@ -62,7 +62,7 @@ class TextConversion:
 
     @property
     def mark(self) -> str:
-        return digest(self.tokenizer.fingerprint, self.column)
+        return hash_parts(self.tokenizer.fingerprint, self.column)
 
     def checked(self, given: Any, what: str, name: str) -> Any:
         """Return the sample, checked; raise an InputError if it is no document."""
@@ -135,9 +135,9 @@ class StreamDocuments:
         worker converts only its own samples."""
         return StreamProcessing(
             transform=self._sample,
-            collate=partial(padded, pad_token=self.kind.pad_token),
+            collate=partial(pad_samples, pad_token=self.kind.pad_token),
             specimen=partial(make_longest_batch, longest=self.longest),
-            mark=digest("padded", self.longest, self.kind.mark),
+            mark=hash_parts("padded", self.longest, self.kind.mark),
         )
 
     def packed(self, *, seed: int, predicts_next: bool) -> StreamProcessing:
@@ -153,7 +153,7 @@ class StreamDocuments:
         packer = Packer(self.longest, self.kind.pad_token, predicts_next)
         return StreamProcessing(
             repack=partial(self._packs, packer=packer, seed=seed),
-            mark=digest("packed", self.longest, self.kind.mark, seed, WINDOW, LEAST_WINDOW),
+            mark=hash_parts("packed", self.longest, self.kind.mark, seed, WINDOW, LEAST_WINDOW),
         )
 
     # -- inside ------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class StreamDocuments:
         window, number = max(LEAST_WINDOW, WINDOW // lanes), 0
         left: list[Sample] = []  # from the emptiest pack, for the next window
         while fresh := list(islice(documents, window)):
-            key = key_of(f"gpumix packs {seed} {place} {number}")
+            key = derive_key(f"gpumix packs {seed} {place} {number}")
             packs = _pack_window(left + fresh, self.longest, key)
             left = packs.pop(min(range(len(packs)), key=lambda k: _tokens(packs[k])))
             for k in GlobalOrder(len(packs), key).span(0, len(packs)) if packs else ():

@@ -25,7 +25,7 @@ from gpumix.data.core.read_policy import (
     note_sample_end,
     notes,
 )
-from gpumix.data.core.source import Source, by_key, digest, sort_keys
+from gpumix.data.core.source import Source, hash_parts, sort_by_key, sort_keys
 from gpumix.data.workers.batch_layout import Batch
 from gpumix.data.workers.fetch import DataChangedError, find_readable
 from gpumix.schema.errors import InputError, format_in_one_line
@@ -99,7 +99,7 @@ class SampleSource(MapStyleSource):
 
     @property
     def fingerprint(self) -> str:
-        return digest(self.name, len(self), self._stack.shapes)
+        return hash_parts(self.name, len(self), self._stack.shapes)
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         if not len(indices):
@@ -150,7 +150,7 @@ class SampleStacker:
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...], str]]:
         """Key, shape and dtype of each value of a sample, sorted by key."""
-        return [(k, tuple(v.shape), str(v.dtype)) for k, v in by_key(self.first)]
+        return [(k, tuple(v.shape), str(v.dtype)) for k, v in sort_by_key(self.first)]
 
     @property
     def empty(self) -> Batch:
@@ -290,7 +290,7 @@ class CollatedSource(MapStyleSource):
 
     @property
     def fingerprint(self) -> str:
-        return digest(self.name, len(self), sort_keys(self._empty))
+        return hash_parts(self.name, len(self), sort_keys(self._empty))
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         if not len(indices):

@@ -38,7 +38,7 @@ from gpumix.data.text.files import pack_text
 from gpumix.data.workers.padding import (
     RaggedSource,
     VocabularyCheckedDocuments,
-    declared_lengths,
+    get_declared_lengths,
     require_lengths,
 )
 from gpumix.schema.errors import InputError
@@ -247,7 +247,7 @@ class _JobData:
             content=str(getattr(made, "_fingerprint", "")),  # of `datasets`: how it was made
             reading=self._reading,
         )
-        texts.set_lengths(declared_lengths(made, len(texts), reference))
+        texts.set_lengths(get_declared_lengths(made, len(texts), reference))
         return texts
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpumix.data.core.read_policy import DEFAULT_READING, Reading
-from gpumix.data.core.source import digest
+from gpumix.data.core.source import hash_parts
 from gpumix.data.sources.map_style import SampleSource
 from gpumix.data.workers.fetch import find_readable
 from gpumix.data.workers.padding import (
@@ -20,7 +20,7 @@ from gpumix.data.workers.padding import (
     TOKENS,
     RaggedSource,
     Sample,
-    declared_lengths,
+    get_declared_lengths,
     truncate_sample,
 )
 from gpumix.schema.errors import InputError
@@ -57,7 +57,7 @@ class OwnSamples(RaggedSource):
         self._aligned = aligned
         self._source = SampleSource(dataset, name, reading=reading)
         self.name = name
-        lengths = declared_lengths(dataset, len(self._source), name)
+        lengths = get_declared_lengths(dataset, len(self._source), name)
         self._lengths = None if lengths is None else np.minimum(lengths, longest)
         told = b"" if self._lengths is None else self._lengths.tobytes()
         whole = hashlib.sha256(told).hexdigest()
@@ -71,7 +71,7 @@ class OwnSamples(RaggedSource):
                 for key, value in first.items()
                 if key not in PER_TOKEN_KEYS and value.shape[:1] != length
             }
-        self._mark = digest(content or name, len(self._source), longest, whole)
+        self._mark = hash_parts(content or name, len(self._source), longest, whole)
         self.template = find_readable(self.samples, len(self), name, reading)
 
     @property

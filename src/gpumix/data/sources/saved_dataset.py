@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpumix.data.core.source import PackedSource, Source, digest, with_labels
+from gpumix.data.core.source import PackedSource, Source, hash_parts, with_labels
 from gpumix.data.core.token_file import (
     PackedText,
     SourceFile,
@@ -34,10 +34,10 @@ from gpumix.data.workers.padding import (
     PER_TOKEN_KEYS,
     TOKENS,
     RaggedSource,
-    declared_lengths,
+    get_declared_lengths,
 )
 from gpumix.schema.errors import InputError, MachineError, format_install_command
-from gpumix.schema.file_errors import why_unreadable
+from gpumix.schema.file_errors import explain_unreadable
 from gpumix.schema.files import MARK_BYTES, open_for_reading, read_bytes, read_text
 
 _READ_ROWS = 2000
@@ -74,7 +74,7 @@ def open_saved_documents(
         return TokenFileDocuments(text, pad_token=tokenizer.end_of_text)
     names = [name for name in PER_TOKEN_KEYS if name in dataset.column_names]
     rows = dataset.select_columns(names).with_format("numpy")
-    rows.lengths = _row_lengths(dataset, names, folder)  # see `declared_lengths`
+    rows.lengths = _row_lengths(dataset, names, folder)  # see `get_declared_lengths`
     return OwnSamples(
         rows,
         str(folder),
@@ -104,7 +104,7 @@ def open_saved_texts(
         name=str(folder),
         content=_hash_dataset(folder),
     )
-    texts.set_lengths(declared_lengths(dataset, len(dataset), str(folder)))
+    texts.set_lengths(get_declared_lengths(dataset, len(dataset), str(folder)))
     return texts
 
 
@@ -191,7 +191,7 @@ def _load(folder: Path) -> Any:
             "cannot load the dataset",
             code="dataset-not-loadable",
             where=str(folder),
-            why="it is empty" if isinstance(error, IndexError) else why_unreadable(error),
+            why="it is empty" if isinstance(error, IndexError) else explain_unreadable(error),
             fix=f"write it with `dataset.save_to_disk('{folder}')`",
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
@@ -396,4 +396,4 @@ def _files(folder: Path) -> tuple[SourceFile, ...]:
 def _hash_dataset(folder: Path) -> str:
     """Return the dataset's fingerprint: of the history written by `datasets`, and of file sizes."""
     sizes = [(file.path.name, file.size) for file in _files(folder)]
-    return digest(read_bytes(folder / "state.json"), sizes)
+    return hash_parts(read_bytes(folder / "state.json"), sizes)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gpumix.data.core.read_policy import DEFAULT_READING, Reading
-from gpumix.data.core.source import digest
+from gpumix.data.core.source import hash_parts
 from gpumix.data.core.tokenizer import Tokenizer
 from gpumix.data.sources.map_style import MapStyle
 from gpumix.data.workers.fetch import find_readable
@@ -69,7 +69,7 @@ class TokenizedTexts(RaggedSource):
     @property
     def fingerprint(self) -> str:
         content = self._content or self.name
-        return digest(content, len(self), self._tokenizer.fingerprint, self.longest)
+        return hash_parts(content, len(self), self._tokenizer.fingerprint, self.longest)
 
     @property
     def lengths(self) -> np.ndarray | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpumix.data.core import sample_rng
 from gpumix.data.core.read_policy import Skipped, notes, record_skipped_part
-from gpumix.data.core.source import Source, digest
+from gpumix.data.core.source import Source, hash_parts
 from gpumix.data.text.first_fit import WINDOW_DOCUMENTS, PackAssignment, pack_first_fit
 from gpumix.data.workers.fetch import FAILURES, catch_read_error, first_line_of, make_read_error
 from gpumix.data.workers.padding import (
@@ -101,7 +101,7 @@ class PackedDocuments(Source):
         self._packs: PackAssignment = pack_first_fit(
             self._lengths, documents.longest, seed=seed, window=window
         )
-        self._mark = digest(documents.fingerprint, documents.longest, "packed", seed, window)
+        self._mark = hash_parts(documents.fingerprint, documents.longest, "packed", seed, window)
 
     @property
     def draws(self) -> bool:

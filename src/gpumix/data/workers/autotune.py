@@ -117,7 +117,7 @@ class BatchMeasurements:
         return max(1.0, self.wall_s / max(self.cpu_s, 1e-9))
 
 
-def choose(found: BatchMeasurements, bounds: Bounds, splits: bool) -> PrefetchSettings:
+def choose_settings(found: BatchMeasurements, bounds: Bounds, splits: bool) -> PrefetchSettings:
     """Return the settings for the measurements.
 
     Args:
@@ -198,7 +198,7 @@ class Tuner:
     def __post_init__(self) -> None:
         self.setting = self._pinned()
         if self.bounds.draws and self.bounds.kind == "threads":
-            self.reasons.append((0, f"{describe(self.setting)}: {DRAWS}"))
+            self.reasons.append((0, f"{describe_settings(self.setting)}: {DRAWS}"))
 
     @property
     def knows(self) -> bool:
@@ -218,7 +218,7 @@ class Tuner:
             self._tried = []
             two = replace(self.setting, workers=2)
             return self._move(two, "to see whether two compute at once")
-        return self._move(choose(found, self.bounds, self.splits), AT_FIRST)
+        return self._move(choose_settings(found, self.bounds, self.splits), AT_FIRST)
 
     def replanned(self, bounds: Bounds, rows: int, batch_bytes: int) -> PrefetchSettings:
         """Return the settings for batches of `rows` rows, within new bounds. The cost of samples
@@ -261,7 +261,7 @@ class Tuner:
         if not self.knows or bounds.kind == "threads":
             wanted = self._pinned()
         else:
-            wanted = choose(self._measured(batch_bytes, 0.0), bounds, self.splits)
+            wanted = choose_settings(self._measured(batch_bytes, 0.0), bounds, self.splits)
         return self._move(wanted, DRAWS if bounds.kind == "threads" else DREW)
 
     # -- inside ------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class Tuner:
 
     def _jump(self, batch_bytes: int) -> PrefetchSettings:
         found = self._measured(batch_bytes, self._device_s())
-        wanted = choose(found, self.bounds, self.splits)
+        wanted = choose_settings(found, self.bounds, self.splits)
         if self._replanned and self.setting.kind == "processes":
             return replace(wanted, kind="processes")  # they exist, whatever a batch costs now
         return wanted
@@ -294,7 +294,7 @@ class Tuner:
         self._gain = 2.0 * self._solo[0] / max(_per_sample(self._tried[:TRIAL_CHUNKS])[0], 1e-9)
         self._tried = None
         found = self._measured(batch_bytes, 0.0)
-        return self._move(choose(found, self.bounds, self.splits), AT_FIRST)
+        return self._move(choose_settings(found, self.bounds, self.splits), AT_FIRST)
 
     def _learn(self, costs: Sequence[Cost]) -> None:
         if not costs:
@@ -353,14 +353,16 @@ class Tuner:
         if self._corrections >= 2 and self._steps - self._moved < PAUSE_STEPS:
             return
         if short:
-            self._correct(choose(found, self.bounds, self.splits), "samples take another time")
+            self._correct(
+                choose_settings(found, self.bounds, self.splits), "samples take another time"
+            )
         elif self._starved >= 2 or share > STARVED_FACTOR * MIN_STARVED_SHARE:
             self._correct(self._more(found), f"the device waited {share:.0%} of the time")
 
     def _more(self, found: BatchMeasurements) -> PrefetchSettings:
         """Return settings with more of the scarce resource: batches ahead if most arrive in time,
         otherwise workers."""
-        wanted = choose(found, self.bounds, self.splits)
+        wanted = choose_settings(found, self.bounds, self.splits)
         now = self.setting
         ready = sum(step.ready for step in self._window) / len(self._window)
         if ready > 0.5 and self.bounds.ahead is None:
@@ -381,12 +383,12 @@ class Tuner:
             self._moved = self._steps
             self._starved = 0
             self._window.clear()
-            self.reasons.append((self._steps, f"{describe(wanted)}: {why}"))
+            self.reasons.append((self._steps, f"{describe_settings(wanted)}: {why}"))
             self.setting = wanted
         return self.setting
 
 
-def describe(setting: PrefetchSettings) -> str:
+def describe_settings(setting: PrefetchSettings) -> str:
     """Describe settings in words."""
     one = setting.workers == 1
     what = {"threads": "thread", "processes": "process"}[setting.kind]

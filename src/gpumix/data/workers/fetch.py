@@ -39,7 +39,7 @@ from gpumix.schema.errors import (
 
 T = TypeVar("T")
 
-_BY_NUMBER = sample_rng.key_of("gpumix, by number")
+_BY_NUMBER = sample_rng.derive_key("gpumix, by number")
 TRIES = 8  # candidates for the replacement of a bad sample
 # Exceptions a dataset may raise: none may end a worker silently. Ctrl-C is raised in the main
 # thread, which waits for readers and catches none of these.
@@ -213,7 +213,7 @@ def fetch_with_timeout(
 
 def seeds_by_number(indices: np.ndarray) -> np.ndarray:
     """Return seeds for samples read to be measured or inspected, at no position of the order."""
-    return sample_rng.seeds_of(_BY_NUMBER, indices)
+    return sample_rng.derive_seeds(_BY_NUMBER, indices)
 
 
 def find_readable(

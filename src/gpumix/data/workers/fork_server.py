@@ -265,7 +265,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def picklable(error: Exception) -> Exception:
+def make_picklable(error: Exception) -> Exception:
     """Return `error`, or a picklable error with its message."""
     try:
         pickle.loads(pickle.dumps(error))

@@ -52,7 +52,7 @@ class RaggedSource(Source):
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         # With no rows requested, a sample gives keys and dtypes.
         wanted = indices if len(indices) else np.array([self.template])
-        batch = padded(self.samples(wanted), self.pad_token)
+        batch = pad_samples(self.samples(wanted), self.pad_token)
         return {key: value[: len(indices)] for key, value in batch.items()}
 
     def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ def check_document(sample: Sample, vocabulary: int, what: str, name: str) -> Non
             check_vocabulary(key, sample[key].long(), vocabulary, what=what, name=name)
 
 
-def padded(samples: Sequence[Sample], pad_token: int) -> dict[str, Tensor]:
+def pad_samples(samples: Sequence[Sample], pad_token: int) -> dict[str, Tensor]:
     """Return a batch of one or more samples, as long as the longest."""
     samples = [_complete(sample) for sample in samples]
     fill = {TOKENS: pad_token, LABELS: IGNORED}
@@ -136,7 +136,7 @@ def truncate_sample(
     }
 
 
-def declared_lengths(dataset: Any, count: int, name: str) -> np.ndarray | None:
+def get_declared_lengths(dataset: Any, count: int, name: str) -> np.ndarray | None:
     """Return the sample lengths declared by a dataset: the attribute `lengths`, or the column
     `length`.
 

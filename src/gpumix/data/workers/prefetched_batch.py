@@ -90,7 +90,7 @@ class PrefetchedBatch:
             assert there is not None, "all of it came somewhere"
             return there
         pieces = [values for _, _, values in self.pieces()]
-        return pieces[0] if len(pieces) == 1 else concatenated(pieces)
+        return pieces[0] if len(pieces) == 1 else concatenate_batches(pieces)
 
     def pieces(self) -> Iterator[tuple[int, int, Batch]]:
         """Yield the first row, the stop row and the tensors of each run of fetched rows."""
@@ -136,7 +136,7 @@ class PrefetchedBatch:
                 for start, stop, values in pieces
                 if start < end and run.old_start < stop
             ]
-            self.parts[run.start] = own[0] if len(own) == 1 else concatenated(own)
+            self.parts[run.start] = own[0] if len(own) == 1 else concatenate_batches(own)
             indices = set(self.part.indices[run.start : run.stop].tolist())
             self.skipped[run.start] = tuple(one for one in bad if one.of in indices)
 
@@ -158,6 +158,6 @@ def _rows(there: Batch, start: int, stop: int) -> Batch:
     return {key: value[start:stop] for key, value in there.items()}
 
 
-def concatenated(parts: list[Batch]) -> Batch:
+def concatenate_batches(parts: list[Batch]) -> Batch:
     """Concatenate batches along the rows."""
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}

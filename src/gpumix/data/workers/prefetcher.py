@@ -78,7 +78,7 @@ class Prefetcher:
     ) -> None:
         self._source, self._bad_samples = source, bad_samples
         self._pin, self._timeout_s = pin, timeout_s
-        self._key = sample_rng.key_of(f"gpumix samples {seed}")
+        self._key = sample_rng.derive_key(f"gpumix samples {seed}")
         self._setting = PrefetchSettings()
         self._crew: WorkerPool | None = None
         self._hirer = 0  # process that owns the crew
@@ -310,7 +310,10 @@ class Prefetcher:
 
     def _chunks(self, batch: PrefetchedBatch) -> dict[int, Chunk]:
         """Return the chunks of rows not taken over, by first row."""
-        indices, seeds = batch.part.indices, sample_rng.seeds_of(self._key, batch.part.positions)
+        indices, seeds = (
+            batch.part.indices,
+            sample_rng.derive_seeds(self._key, batch.part.positions),
+        )
         size = self._setting.chunk if self._source.splits else max(1, len(indices))
         taken = sorted(batch.begun.items())
         gaps = zip([0, *(stop for _, stop in taken)], [*(s for s, _ in taken), len(indices)])

@@ -41,7 +41,7 @@ from gpumix.data.workers.fork_server import (
     ForkServer,
     Inbox,
     WorkerProcess,
-    picklable,
+    make_picklable,
     send_message,
 )
 from gpumix.data.workers.shared_memory import Arena
@@ -507,7 +507,7 @@ def _work(
             where = _write_to_arena(values, arena, slot, layout, target)
             found = FetchResult(cost, skipped, *where, draws=source.draws)
         except Exception as error:
-            found = picklable(error)
+            found = make_picklable(error)
         send_message(inbox.connection, found)
 
 

@@ -34,7 +34,7 @@ from gpumix.doctor.machine import (
 )
 from gpumix.doctor.report import Remark, Suspect
 from gpumix.schema.errors import GpumixError, InputError, TrainingError
-from gpumix.schema.files import read_log, read_text, scratch_folder
+from gpumix.schema.files import make_scratch_folder, read_log, read_text
 
 WARM_UP_STEPS = 4
 PROFILED_STEPS = 4
@@ -221,7 +221,7 @@ def open_function_patient(
     _warm_up(reference, folder)
     import torch
 
-    with scratch_folder() as scratch:
+    with make_scratch_folder() as scratch:
         patient = FunctionPatient(
             reference=reference,
             folder=folder,

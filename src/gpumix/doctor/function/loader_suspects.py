@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import ceil, floor
 
 from gpumix.cost.input_time import MIN_STARVED_SHARE
-from gpumix.data.workers.autotune import BatchMeasurements, Bounds, choose
+from gpumix.data.workers.autotune import BatchMeasurements, Bounds, choose_settings
 from gpumix.doctor.function.observations import LoaderObservation, Observations
 from gpumix.doctor.report import Suspect
 from gpumix.schema.units import format_count
@@ -92,7 +92,7 @@ def _wanted(seen: Observations, loader: LoaderObservation) -> int:
         step_s=own_s / batches,
     )
     bounds = Bounds(cores=seen.cores, processes=True, threads=False, memory_bytes=2**30)
-    return min(choose(found, bounds, splits=False).workers, most)
+    return min(choose_settings(found, bounds, splits=False).workers, most)
 
 
 def _make_suspect(seen: Observations, what: str, why: str, counts: list[Workers]) -> Suspect:

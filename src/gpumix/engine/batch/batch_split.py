@@ -186,7 +186,7 @@ def iterate_micro_batches(
         begin += len(of_one)
 
 
-def copied(batch: Any) -> Any:
+def copy_batch(batch: Any) -> Any:
     """Copy a batch for a model with writes into inputs, such as labels, before training."""
     return tree_map(
         lambda value: value.clone() if isinstance(value, torch.Tensor) else value,
@@ -253,7 +253,7 @@ class BatchCutter:
                 partial(objective, self.model, part),
                 Randomness(self.seed, step, of_one.start, self.generators, self.others),
                 tuple(t.shape for t in tree_leaves(part) if torch.is_tensor(t)),
-                width_of(part),
+                get_padded_length(part),
             )
             for of_one, part in zip(rows, iterate_micro_batches(batch, rows, widths))
         ]
@@ -274,13 +274,13 @@ class BatchCutter:
         return to_channels_last(moved) if self.channels_last else moved
 
 
-def width_of(part: Any) -> int | None:
+def get_padded_length(part: Any) -> int | None:
     """Return the padded number of tokens per sample of a batch; None without tokens."""
     tokens = part.get("input_ids") if isinstance(part, Mapping) else None
     return tokens.shape[1] if torch.is_tensor(tokens) and tokens.dim() == 2 else None
 
 
-def digest(batch: Any, rows: Sequence[range]) -> int:
+def digest_samples(batch: Any, rows: Sequence[range]) -> int:
     """Return a digest of a rank's samples, `rows` of the global batch. The sum over ranks is the
     same for any split of the samples and any padding."""
     found, widths = 0, find_padding_starts(batch, rows)
@@ -302,12 +302,12 @@ def _number(tensor: torch.Tensor) -> int:
 def compare_samples(comm: Communicator, plan: Plan, batch: Any, rows: Sequence[range]) -> None:
     """Raise an InputError unless ranks sharing samples agree. Collective. `batch` and `rows` are
     this rank's."""
-    told = torch.tensor([digest(batch, rows)], device=comm.device)
+    told = torch.tensor([digest_samples(batch, rows)], device=comm.device)
     table = comm.exchanged(told, "comparison of samples")
-    refuse_unlike(plan, table[:, 0].tolist())
+    refuse_different_samples(plan, table[:, 0].tolist())
 
 
-def refuse_unlike(plan: Plan, digests: Sequence[int]) -> None:
+def refuse_different_samples(plan: Plan, digests: Sequence[int]) -> None:
     """Raise an InputError if ranks computing the same samples were given different ones, by the
     digest of each rank."""
     why = _unlike(plan, digests)
@@ -325,10 +325,11 @@ def _unlike(plan: Plan, digests: Sequence[int]) -> str:
     """Name the ranks that were given wrong samples, in words; empty if none."""
     sums = []
     for number in range(len(plan.stages)):
-        teams = plan.list_tp_groups(number)
-        for team in teams:
-            if len({digests[rank] for rank in team}) > 1:
-                return f"ranks {', '.join(map(str, team))}, which are a team, have other ones each"
-        sums.append(sum(digests[team[0]] for team in teams) & DIGEST_MASK)
+        tp_groups = plan.list_tp_groups(number)
+        for tp_group in tp_groups:
+            if len({digests[rank] for rank in tp_group}) > 1:
+                ranks = ", ".join(map(str, tp_group))
+                return f"ranks {ranks}, a tensor-parallel group, have different ones"
+        sums.append(sum(digests[tp_group[0]] for tp_group in tp_groups) & DIGEST_MASK)
     other = next((number for number, one in enumerate(sums) if one != sums[0]), None)
     return "" if other is None else f"stage {other + 1} has other ones than stage 1"

@@ -85,7 +85,7 @@ class LogitsFamily:
             raise ModelError(
                 "what the logits are made of was written into after the head was called",
                 code="logits-source-overwritten",
-                why="the head runs in chunks, when the loss is taken",
+                why="chunked cross-entropy computes them when the loss is taken",
                 fix="set the plan's `head` to 'whole'",
             )
 
@@ -96,7 +96,7 @@ class LogitsFamily:
                 raise ModelError(
                     f"the logits are asked for ({wanted}) when the step is over",
                     code="logits-after-step",
-                    why="the head runs in chunks: they were never made, and the weights are gone",
+                    why="chunked cross-entropy never made them, and the weights are gone",
                     fix="use them in the loss function, or set the plan's `head` to 'whole'",
                 )
             self._refuse_writes()

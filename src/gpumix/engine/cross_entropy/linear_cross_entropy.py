@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gpumix.cost.memory_layout.chunk_rows import bytes_per_logit, compute_chunk_rows
+from gpumix.cost.memory_layout.chunk_rows import compute_chunk_rows, get_bytes_per_logit
 from gpumix.engine.cross_entropy.fused_cross_entropy import compute_fused_losses
 from gpumix.hardware.runtime import is_gpu
 
@@ -169,7 +169,7 @@ class LinearCrossEntropy:
             vocabulary=vocabulary,
             width=width,
             on_gpu=is_gpu(self.hidden.device),
-            logit_bytes=bytes_per_logit(self.hidden.element_size(), fused=fused),
+            logit_bytes=get_bytes_per_logit(self.hidden.element_size(), fused=fused),
         )
         logits = self.hidden.new_empty(size, vocabulary)
         logarithms = self.hidden.new_empty(size, 0 if fused else vocabulary, dtype=exact)

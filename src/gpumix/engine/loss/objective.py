@@ -20,7 +20,7 @@ from gpumix.engine.loss.reduction import (
     LossProbe,
     ObjectiveWithRule,
     ReducedLoss,
-    Rule,
+    ReductionRule,
     compute_model_loss,
     expect_gradient,
     integer_labels,
@@ -29,7 +29,7 @@ from gpumix.engine.loss.reduction import (
 from gpumix.engine.model.forward_coroutine import ModelError
 
 
-def make_objective(model: nn.Module, rule: Rule | None = None) -> ObjectiveWithRule:
+def make_objective(model: nn.Module, rule: ReductionRule | None = None) -> ObjectiveWithRule:
     """Return the objective of a model. `transformers` models return a reduced loss, other models a
     reduced loss or (summed loss, count).
 
@@ -45,7 +45,7 @@ class ReturnedLoss(ReducedLoss):
     """Loss returned by a model's forward: (summed loss, count), or a reduced loss, alone, in a
     tuple with tensors such as logits, in a mapping, or as an attribute `loss`."""
 
-    def __init__(self, rule: Rule | None = None) -> None:
+    def __init__(self, rule: ReductionRule | None = None) -> None:
         super().__init__(_compute_reduced_loss, integer_labels, rule=rule)
         self._is_summed: bool | None = None  # as seen in the last forward
 
@@ -71,7 +71,7 @@ class ReturnedLoss(ReducedLoss):
             return loss, torch.as_tensor(result[1])
         return loss.float() * samples, samples
 
-    def rules(self, batch: Any) -> tuple[Rule, ...]:
+    def rules(self, batch: Any) -> tuple[ReductionRule, ...]:
         return (SUM_AND_COUNT, *super().rules(batch))
 
     def probe(self, model: nn.Module, batch: Any) -> LossProbe:

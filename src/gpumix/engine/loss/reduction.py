@@ -1,8 +1,8 @@
 """Losses reduced by a model or a program, as a sum and a count.
 
-The sum over a batch is the sum of the means over its parts, each times its denominator. A `Rule`
-says which number is the denominator (labels, samples, class weights); a rehearsal finds the rule
-that holds (`engine.rehearsal.additivity`), before the first step.
+The sum over a batch is the sum of the means over its parts, each times its denominator. A
+`ReductionRule` says which number is the denominator (labels, samples, class weights); a rehearsal
+finds the rule that holds (`engine.rehearsal.additivity`), before the first step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_LABELS = 4  # names of labels in a batch for which rules are tried
 
 
 @dataclass(frozen=True)
-class Rule:
+class ReductionRule:
     """Denominator of a reduced loss.
 
     Attributes:
@@ -69,7 +69,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Rival:
+class AlternativeRule:
     """Alternative rule with the same result for all samples tried.
 
     Attributes:
@@ -77,23 +77,25 @@ class Rival:
             each sample, both rules give the same result.
     """
 
-    rule: Rule
+    rule: ReductionRule
     times: float
 
 
-SAMPLES = Rule("a mean over samples", "samples")
-SUM = Rule("a sum over samples", "sum")
-SUM_AND_COUNT = Rule("a sum and a count, as the loss function returns them", "told")
-GRAPH = Rule("a mean over what the loss itself divides by", "graph")
+SAMPLES = ReductionRule("a mean over samples", "samples")
+SUM = ReductionRule("a sum over samples", "sum")
+SUM_AND_COUNT = ReductionRule("a sum and a count, as the loss function returns them", "told")
+GRAPH = ReductionRule("a mean over what the loss itself divides by", "graph")
 
 
-def list_candidate_rules(labels: Mapping[str, Tensor]) -> tuple[Rule, ...]:
+def list_candidate_rules(labels: Mapping[str, Tensor]) -> tuple[ReductionRule, ...]:
     """Return the candidate rules for a batch with the given labels, likeliest first."""
     found = []
     for name, own in labels.items():
         if own.dim() > 1 and own.shape[-1] > 1 and name != SHIFTED_LABELS:
-            found.append(Rule(f"a mean over shifted '{name}'", "labels", name, shifted=True))
-        found.append(Rule(f"a mean over '{name}'", "labels", name))
+            found.append(
+                ReductionRule(f"a mean over shifted '{name}'", "labels", name, shifted=True)
+            )
+        found.append(ReductionRule(f"a mean over '{name}'", "labels", name))
     return (*found, SAMPLES, SUM)
 
 
@@ -121,7 +123,7 @@ class ObjectiveWithRule(Protocol):
 
     Attributes:
         rule: the valid rule; None while unknown.
-        rivals: rivals of the rule, as far as samples were tried.
+        alternatives: alternative rules, as far as samples were tried.
         trims: True if padding columns may be cut off a micro-batch.
         may_trim: True if trimming is possible at all.
         whole: number of samples of the step's global batch.
@@ -131,8 +133,8 @@ class ObjectiveWithRule(Protocol):
 
     is_watched: bool
     how_to_count: str
-    rule: Rule | None
-    rivals: tuple[Rival, ...]
+    rule: ReductionRule | None
+    alternatives: tuple[AlternativeRule, ...]
     trims: bool
     may_trim: bool
     whole: int
@@ -143,7 +145,7 @@ class ObjectiveWithRule(Protocol):
     def labels_of(self, batch: Any) -> Mapping[str, Tensor]:
         """Return the integer labels of a batch, by name."""
 
-    def rules(self, batch: Any) -> tuple[Rule, ...]:
+    def rules(self, batch: Any) -> tuple[ReductionRule, ...]:
         """Return the candidate rules."""
 
     def counts_by_row(self, batch: Any) -> Tensor | None:
@@ -169,13 +171,13 @@ class SummedLoss:
 
     is_watched = True
     may_trim = trims = False
-    rivals: tuple[Rival, ...] = ()
+    alternatives: tuple[AlternativeRule, ...] = ()
     whole = 1
 
     def __init__(
         self,
         function: Objective,
-        rule: Rule | None = None,
+        rule: ReductionRule | None = None,
         *,
         how_to_count: str = HOW_TO_COUNT,
     ) -> None:
@@ -189,7 +191,7 @@ class SummedLoss:
     def labels_of(self, batch: Any) -> Mapping[str, Tensor]:
         return integer_labels(batch)
 
-    def rules(self, batch: Any) -> tuple[Rule, ...]:
+    def rules(self, batch: Any) -> tuple[ReductionRule, ...]:
         return (SUM_AND_COUNT,)
 
     def counts_by_row(self, batch: Any) -> Tensor | None:
@@ -277,14 +279,14 @@ class ReducedLoss:
         compute: Compute,
         labels_of: Callable[[Any], Mapping[str, Tensor]],
         *,
-        rule: Rule | None = None,
+        rule: ReductionRule | None = None,
         may_trim: bool = False,
         how_to_count: str = HOW_TO_COUNT,
     ) -> None:
         self._compute = compute
         self.labels_of = labels_of
         self.rule = rule
-        self.rivals: tuple[Rival, ...] = ()
+        self.alternatives: tuple[AlternativeRule, ...] = ()
         self.may_trim = may_trim
         self.how_to_count = how_to_count
         self.trims = False
@@ -359,7 +361,7 @@ class ReducedLoss:
         evaluated, self._evaluated = self._evaluated, []
         return [batch for is_one, batch in evaluated if is_one]
 
-    def count(self, batch: Any, rule: Rule | None = None) -> Tensor:
+    def count(self, batch: Any, rule: ReductionRule | None = None) -> Tensor:
         """Return the denominator of a micro-batch's loss, by the given or the valid rule."""
         labels = self.labels_of(batch)
         rule = rule or self.rule or list_candidate_rules(labels)[0]
@@ -368,22 +370,26 @@ class ReducedLoss:
         samples = torch.full((), count_samples(batch), device=device)
         return rule.count(labels, samples, self.whole)
 
-    def rules(self, batch: Any) -> tuple[Rule, ...]:
+    def rules(self, batch: Any) -> tuple[ReductionRule, ...]:
         return (*list_candidate_rules(self.labels_of(batch)), GRAPH)
 
     def counts_by_row(self, batch: Any) -> Tensor | None:
-        rules = (self.rule, *(rival.rule for rival in self.rivals)) if self.rivals else ()
+        rules = (
+            (self.rule, *(alternative.rule for alternative in self.alternatives))
+            if self.alternatives
+            else ()
+        )
         return counts_by_row([rule for rule in rules if rule is not None], self.labels_of(batch))
 
     def can_distinguish_rivals(self, batch: Any) -> bool:
-        """Return True if a rival of the rule weights some sample of a batch differently."""
+        """Return True if an alternative rule weights some sample of a batch differently."""
         counted = self.counts_by_row(batch)
-        if counted is None or not self.rivals:
+        if counted is None or not self.alternatives:
             return False
         own, *others = counted.double()
         return any(
-            not torch.allclose(other, rival.times * own, rtol=1e-6, atol=0.0)
-            for rival, other in zip(self.rivals, others)
+            not torch.allclose(other, alternative.times * own, rtol=1e-6, atol=0.0)
+            for alternative, other in zip(self.alternatives, others)
         )
 
     def probe(self, model: nn.Module, batch: Any) -> LossProbe:
@@ -432,7 +438,7 @@ def _multiply(count: Tensor, times: float) -> Tensor:
     return count if times == 1.0 else count * times
 
 
-def counts_by_row(rules: Sequence[Rule], labels: Mapping[str, Tensor]) -> Tensor | None:
+def counts_by_row(rules: Sequence[ReductionRule], labels: Mapping[str, Tensor]) -> Tensor | None:
     """Count each sample's labels by rules, [rules, samples] on the host; None without labels. A
     rule over samples counts 1. Without rules, counts for all means over labels."""
     first = next(iter(labels.values()), None)

@@ -65,7 +65,7 @@ class RerunComparison:
 
         Args:
             label: name of the unit.
-            first, again: results of `samples` for the first run and the rerun.
+            first, again: results of `sample_outputs` for the first run and the rerun.
         """
         if [one.shape for one in first] != [one.shape for one in again]:
             self._unlike.append((label, torch.tensor(True)))
@@ -104,7 +104,7 @@ def compare_reruns() -> Iterator[RerunComparison]:
         _active_comparison = None
 
 
-def sample(tensor: torch.Tensor) -> torch.Tensor:
+def sample_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return a few of a tensor's values, float64, spread over all dimensions."""
     with torch.no_grad():
         steps = tuple(slice(None, None, -(-size // SAMPLES_PER_DIM)) for size in tensor.shape)
@@ -113,10 +113,10 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
         return torch.nan_to_num(few.double())
 
 
-def samples(returned: object) -> list[torch.Tensor]:
+def sample_outputs(returned: object) -> list[torch.Tensor]:
     """Return samples of all tensors that a unit returns."""
     tensors = (one for one in tree_leaves(returned) if isinstance(one, torch.Tensor))
-    return [sample(one) for one in tensors if one.layout is torch.strided and one.numel()]
+    return [sample_values(one) for one in tensors if one.layout is torch.strided and one.numel()]
 
 
 class _Phase(Enum):
@@ -154,7 +154,7 @@ class CheckpointedRun(Generic[T]):
             with torch.enable_grad(), saved_tensors_hooks(self._save, self._give):
                 returned = run()
             if self._comparison is not None:
-                self._samples = samples(returned)
+                self._samples = sample_outputs(returned)
             return returned
         finally:
             self._phase = _Phase.BETWEEN
@@ -236,7 +236,7 @@ class CheckpointedRun(Generic[T]):
                 raise
             return  # TorchScript replaces exceptions passing through it by its own
         if self._comparison is not None:
-            self._comparison.compare(self.label, self._samples, samples(returned))
+            self._comparison.compare(self.label, self._samples, sample_outputs(returned))
         if count < len(self._saved):
             raise self._make_mismatch_error(count, None)
 

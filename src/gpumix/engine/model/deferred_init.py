@@ -132,7 +132,7 @@ def build(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
     return model
 
 
-def log_of(model: nn.Module) -> OperationLog | None:
+def get_operation_log(model: nn.Module) -> OperationLog | None:
     """Return the log of a model made by `build`, otherwise None."""
     return _LOGS.get(model)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.model.frozen_base import as_signed, checksum
-from gpumix.engine.quantised.weight_formats import iterate_packed
+from gpumix.engine.quantised.weight_formats import iterate_quantised_parameters
 from gpumix.schema.errors import InputError
 
 
@@ -61,7 +61,7 @@ def _all_gather_numbers(own: Sequence[int], comm: Communicator) -> list[list[int
 
 def _iterate_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers that have values; meta tensors are initialized equally later."""
-    packed = {id(one.original): one for _, one in iterate_packed(model)}
+    packed = {id(one.original): one for _, one in iterate_quantised_parameters(model)}
     for name, p in model.named_parameters():
         tensors = packed[id(p)].tensors() if id(p) in packed else None
         named = {name: p} if tensors is None else {f"{name}.{n}": t for n, t in tensors.items()}

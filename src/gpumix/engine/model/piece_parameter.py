@@ -259,5 +259,5 @@ def _make_error(piece: Any, what: str) -> InputError:
         "result would depend on the plan",
         fix="clip with engine.clip_grad_norm_(max_norm), or max_grad_norm of a Trainer; "
         "engine.gradient_norm() is the norm of all gradients; compute element by element; or "
-        "change full weights inside of `with gpumix.whole(model):`",
+        "change full weights inside of `with gpumix.summon_full_params(model):`",
     )

@@ -182,7 +182,7 @@ class _Matrix:
         self._group, self._part = group, part
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Add this rank's piece, or one of its pieces."""
+        """Add a piece of the matrix on this rank."""
         self._given.append(parameter)
 
     @property
@@ -202,7 +202,7 @@ class _Matrix:
         short, long = sorted(self.shape)
         return float(short * short * (2 * long + short))
 
-    def average(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+    def average(self, states: Mapping[torch.Tensor, Any]) -> None:
         """Update the momentum."""
         momentum = self._group["momentum"]
         own = {p.window.part: p for p in self.stored if p.rank == self._part.comm.rank}

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumix.engine.quantised.packed_weight import (
+from gpumix.engine.quantised.quantised_parameter import (
     TYPICAL_WEIGHT,
-    Attribute,
-    Part,
+    InnerTensor,
+    ModuleAttribute,
     Tensors,
     WeightFormat,
-    lay_out,
+    lay_out_inner_tensors,
 )
 from gpumix.schema.errors import InputError
 
@@ -92,7 +92,7 @@ class FourBitFormat(WeightFormat):
             kind=f"{quant_type}-double" if nested else quant_type,
             shape=torch.Size(shape),
             dtype=dtype,
-            parts=lay_out([("weight", storage, (packed, 1)), *constants]),
+            parts=lay_out_inner_tensors([("weight", storage, (packed, 1)), *constants]),
             quant_type=quant_type,
             block=block,
             nested=nested,
@@ -213,19 +213,19 @@ class FourBitFormat(WeightFormat):
         state = self._state(tensors).as_dict(packed=True)
         return {"": tensors["weight"], **{f".{name}": value for name, value in state.items()}}
 
-    def typical(self, part: Part) -> float | None:
+    def typical(self, part: InnerTensor) -> float | None:
         if part.name == "weight":
             return None
         if not self.nested:
             return TYPICAL_RANGE
         return TYPICAL_RANGE if part.name == "nested_offset" else 0.0
 
-    def attributes(self, parameter: Any, module: nn.Module) -> Sequence[Attribute]:
+    def attributes(self, parameter: Any, module: nn.Module) -> Sequence[ModuleAttribute]:
         held = vars(module)
-        found = [Attribute(held, "quant_state", parameter.quant_state)]
+        found = [ModuleAttribute(held, "quant_state", parameter.quant_state)]
         # In evaluation on some CPUs a module replaces its weight for good, and rounds constants.
         if "support_avx512bf16_for_cpu" in held:
-            found.append(Attribute(held, "support_avx512bf16_for_cpu", 0, False))
+            found.append(ModuleAttribute(held, "support_avx512bf16_for_cpu", 0, False))
         return found
 
 
@@ -273,7 +273,7 @@ class Int8Format(WeightFormat):
             kind="int8",
             shape=parameter.shape,
             dtype=torch.float32,
-            parts=lay_out(
+            parts=lay_out_inner_tensors(
                 [("weight", torch.int8, parameter.shape), ("SCB", torch.float32, (rows,))]
             ),
         )
@@ -334,19 +334,21 @@ class Int8Format(WeightFormat):
             "/weight_format": torch.tensor(0, dtype=torch.uint8),
         }
 
-    def typical(self, part: Part) -> float | None:
+    def typical(self, part: InnerTensor) -> float | None:
         return None if part.name == "weight" else TYPICAL_RANGE
 
-    def attributes(self, parameter: Any, module: Any) -> Sequence[Attribute]:
+    def attributes(self, parameter: Any, module: Any) -> Sequence[ModuleAttribute]:
         state = getattr(module, "state", None)
         if state is None:  # an embedding
             return ()
         held = vars(state)
         return [
-            Attribute(held, "CB", parameter.data),
-            Attribute(held, "SCB", parameter.SCB),
-            Attribute(held, "has_fp16_weights", False, False),
-            Attribute(vars(module), "init_8bit_state", partial(_take_constants, module), False),
+            ModuleAttribute(held, "CB", parameter.data),
+            ModuleAttribute(held, "SCB", parameter.SCB),
+            ModuleAttribute(held, "has_fp16_weights", False, False),
+            ModuleAttribute(
+                vars(module), "init_8bit_state", partial(_take_constants, module), False
+            ),
         ]
 
 

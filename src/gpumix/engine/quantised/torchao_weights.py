@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumix.engine.quantised.packed_weight import (
+from gpumix.engine.quantised.quantised_parameter import (
     TYPICAL_WEIGHT,
-    Part,
+    InnerTensor,
     Tensors,
     WeightFormat,
-    lay_out,
+    lay_out_inner_tensors,
 )
 from gpumix.schema.errors import InputError
 
@@ -49,7 +49,7 @@ class TorchaoFormat(WeightFormat):
             kind=f"torchao-{type(parameter).__name__}",
             shape=parameter.shape,
             dtype=parameter.dtype,
-            parts=lay_out([(name, one.dtype, one.shape) for name, one in inner]),
+            parts=lay_out_inner_tensors([(name, one.dtype, one.shape) for name, one in inner]),
             tensor_class=type(parameter),
             context=context,
         )
@@ -102,7 +102,7 @@ class TorchaoFormat(WeightFormat):
             )
         return {part.name: getattr(entries[""], part.name) for part in self.parts}
 
-    def typical(self, part: Part) -> float | None:
+    def typical(self, part: InnerTensor) -> float | None:
         if part is self.parts[0]:
             return None
         return TYPICAL_WEIGHT / 64 if part.dtype.is_floating_point else 0

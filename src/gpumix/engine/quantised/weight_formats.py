@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumix.engine.quantised.packed_weight import PackedWeight, WeightFormat
+from gpumix.engine.quantised.quantised_parameter import QuantisedParameter, WeightFormat
 from gpumix.schema.plan.stage import ComputeDtype
 
 BASES = ("nf4", "nf4-double", "int8")  # of jobs
@@ -22,14 +22,14 @@ FOREIGN = {
 }
 
 
-def pack(parameter: nn.Parameter, module: nn.Module) -> PackedWeight | None:
+def to_quantised_parameter(parameter: nn.Parameter, module: nn.Module) -> QuantisedParameter | None:
     """Return a module's parameter as bytes; None for a parameter that is not quantised.
 
     Raises:
         InputError: the weight is quantised in a way that cannot be divided.
     """
     form = find_format(parameter)
-    return None if form is None else PackedWeight.of(parameter, module, form)
+    return None if form is None else QuantisedParameter.of(parameter, module, form)
 
 
 def find_format(parameter: nn.Parameter) -> WeightFormat | None:
@@ -47,11 +47,11 @@ def find_format(parameter: nn.Parameter) -> WeightFormat | None:
     return None
 
 
-def iterate_packed(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
+def iterate_quantised_parameters(model: nn.Module) -> Iterator[tuple[str, QuantisedParameter]]:
     """Yield the quantised parameters of a model as bytes, by name."""
     for prefix, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
-            packed = None if parameter is None else pack(parameter, module)
+            packed = None if parameter is None else to_quantised_parameter(parameter, module)
             if packed is not None:
                 yield f"{prefix}.{attribute}" if prefix else attribute, packed
 

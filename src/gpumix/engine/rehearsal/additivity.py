@@ -25,7 +25,13 @@ from gpumix.engine.batch.batch_split import (
     find_padding_starts,
     select_samples,
 )
-from gpumix.engine.loss.reduction import GRAPH, ObjectiveWithRule, ReducedLoss, Rival, Rule
+from gpumix.engine.loss.reduction import (
+    GRAPH,
+    AlternativeRule,
+    ObjectiveWithRule,
+    ReducedLoss,
+    ReductionRule,
+)
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.rehearsal.computations import TrialRunner
 from gpumix.engine.rehearsal.module_attributes import preserve_attributes
@@ -36,7 +42,7 @@ from gpumix.engine.rehearsal.observations import (
     counts_of,
     gradient_error,
     has_unequal_denominators,
-    is_among,
+    is_close_to_any,
     is_in_proportion,
     is_trial_close,
     tolerance_of,
@@ -57,7 +63,7 @@ from gpumix.engine.rehearsal.samples import (
     RehearsalMicroBatch,
     all_gather_values,
     choose_micro_batch,
-    is_any,
+    is_true_on_any_rank,
     select_own_samples,
 )
 from gpumix.engine.trial_steps import TrialSteps
@@ -176,7 +182,7 @@ def is_denominator_doubled(
         return _Rehearsal(engine, batch, own, place, objective).is_denominator_doubled()
 
 
-def in_parts(
+def run_in_parts(
     engine: TrialSteps,
     batch: Any,
     rows: Sequence[range],
@@ -243,10 +249,10 @@ def _rehearsal_of_each(
     return _Rehearsal(engine, batch, own, RehearsalMicroBatch(0, size), objective, size)
 
 
-def can_rule_out_rivals(engine: TrialSteps, batch: Any, objective: ObjectiveWithRule) -> bool:
-    """Return whether samples of any rank distinguish the rule from its rivals. Collective."""
+def can_rule_out_alternatives(engine: TrialSteps, batch: Any, objective: ObjectiveWithRule) -> bool:
+    """Return whether samples of any rank distinguish the rule from its alternatives. Collective."""
     own = isinstance(objective, ReducedLoss) and objective.can_distinguish_rivals(batch)
-    return is_any(engine, own)
+    return is_true_on_any_rank(engine, own)
 
 
 def padding_counts(
@@ -288,7 +294,7 @@ class _Rehearsal(TrialRunner):
             draws = self._draws(trials[0], training=training)
             raise (make_random_eval_error if draws else make_leaked_state_error)(self._engine.model)
         objective.rule = self._found(rule, trials)
-        objective.rivals = self._rivals(trials, errors, rule)
+        objective.alternatives = self._alternatives(trials, errors, rule)
         if not adds_up:
             told = f"each micro-batch has a loss of its own, taken for {objective.rule.name}"
             return RehearsalResult(told)
@@ -308,7 +314,7 @@ class _Rehearsal(TrialRunner):
         return self._found_to_add_up(known, trials, training=training)
 
     def _found_to_add_up(
-        self, rule: Rule, trials: Sequence[TrialLoss], *, training: bool
+        self, rule: ReductionRule, trials: Sequence[TrialLoss], *, training: bool
     ) -> RehearsalResult:
         loss = trials[0].loss
         return RehearsalResult(
@@ -424,7 +430,7 @@ class _Rehearsal(TrialRunner):
             errors.append(max(error) if adds and not any(map(math.isnan, error)) else math.inf)
         return errors
 
-    def _repeats(self, whole: TrialLoss, rule: Rule, *, training: bool) -> bool:
+    def _repeats(self, whole: TrialLoss, rule: ReductionRule, *, training: bool) -> bool:
         """Return whether repeated samples give the loss predicted by the rule. Means that divide by
         no values are not checked. A denominator may be clamped to a minimum. Collective."""
         if rule.kind != "sum" and all(value == 1.0 for value in whole.values):
@@ -481,12 +487,12 @@ class _Rehearsal(TrialRunner):
             return graph
         for n in holds if read else ():
             if self._rules[n] is not GRAPH and all(
-                is_among(t.counts[n], t.denominators) for t in read
+                is_close_to_any(t.counts[n], t.denominators) for t in read
             ):
                 return n
         return holds[0]
 
-    def _found(self, rule: int, trials: Sequence[TrialLoss]) -> Rule:
+    def _found(self, rule: int, trials: Sequence[TrialLoss]) -> ReductionRule:
         """Return the rule; a graph rule also gets the labels without which the loss is 0."""
         found = self._rules[rule]
         for n, other in enumerate(self._rules if found is GRAPH else ()):
@@ -494,9 +500,9 @@ class _Rehearsal(TrialRunner):
                 return replace(found, labels=other.labels, shifted=other.shifted)
         return found
 
-    def _rivals(
+    def _alternatives(
         self, trials: Sequence[TrialLoss], errors: Sequence[float], rule: int
-    ) -> tuple[Rival, ...]:
+    ) -> tuple[AlternativeRule, ...]:
         """Return the means that no sample has distinguished from the rule."""
         if self._rules[rule].kind not in ("labels", "samples"):
             return ()
@@ -505,14 +511,14 @@ class _Rehearsal(TrialRunner):
         read = [t for t in trials if t.denominators]
         found = []
         for n, other in enumerate(self._rules):
-            is_read = all(is_among(t.counts[n], t.denominators) for t in read)
+            is_read = all(is_close_to_any(t.counts[n], t.denominators) for t in read)
             ignores = trials[0].ignored is not None and other.kind == "samples"
             if n == rule or other.kind not in ("labels", "samples") or ignores or errors[n] > 1:
                 continue
             times = trials[0].counts[n] / trials[0].counts[rule]
             alike = all(math.isclose(t.counts[n], times * t.counts[rule]) for t in trials)
             if is_read and alike:
-                found.append(Rival(other, times))
+                found.append(AlternativeRule(other, times))
         return tuple(found)
 
     def _may_trim(self) -> bool:
@@ -550,7 +556,12 @@ class _Rehearsal(TrialRunner):
         )
 
     def _changed(
-        self, trials: Sequence[TrialLoss], errors: Sequence[float], known: Rule, *, training: bool
+        self,
+        trials: Sequence[TrialLoss],
+        errors: Sequence[float],
+        known: ReductionRule,
+        *,
+        training: bool,
     ) -> ModelError:
         """Return the error for losses that no longer add up by the known rule. Collective."""
         found = self._rule(trials, errors)

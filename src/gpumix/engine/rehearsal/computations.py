@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpumix.engine.batch.batch_split import copied, count_samples, select_samples
+from gpumix.engine.batch.batch_split import copy_batch, count_samples, select_samples
 from gpumix.engine.loss.loss_graph import kind_of
 from gpumix.engine.loss.reduction import LossProbe, ObjectiveWithRule
 from gpumix.engine.model.module_buffers import BufferCopies
@@ -18,12 +18,12 @@ from gpumix.engine.model.rng import use_eval_mode, use_training_mode
 from gpumix.engine.rehearsal.observations import TrialLoss, sum_gradients
 from gpumix.engine.rehearsal.refusals import (
     UNUSED_GRAPH_MESSAGE,
-    changed_weight,
+    count_in_place_changes,
+    make_changed_weight_error,
     make_few_samples_error,
     make_gradient_loss_error,
     make_leaked_state_error,
     refuse_any,
-    versions,
 )
 from gpumix.engine.rehearsal.samples import (
     MORE_SAMPLES,
@@ -148,7 +148,7 @@ class TrialRunner:
         own = self._own if own is None else own
         some = self._nothing
         if own is not None:
-            some = copied(select_samples(own, rows))
+            some = copy_batch(select_samples(own, rows))
         probes: list[LossProbe] = []
 
         # A step computes micro-batches of the same size, and as many; more may not fit in memory.
@@ -174,7 +174,7 @@ class TrialRunner:
             return probes[-1].loss.float(), torch.ones((), device=probes[-1].loss.device)
 
         copies = BufferCopies(engine.keepers)
-        before = versions(engine)
+        before = count_in_place_changes(engine)
         try:
             with use_training_mode(engine.model, training or self._training):
                 sums = engine.tried(
@@ -193,7 +193,7 @@ class TrialRunner:
         self._ran = self._ran or count_samples(some) > 1  # only the last stage sees a loss
         trial.changed = copies.keep_changed()
         copies.restore()
-        refuse_any(engine, changed_weight(before, versions(engine)))
+        refuse_any(engine, make_changed_weight_error(before, count_in_place_changes(engine)))
         self._tell(trial, probes if engine.tells_losses else [])
         return trial
 

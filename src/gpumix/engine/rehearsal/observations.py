@@ -188,7 +188,7 @@ def _are_alike(rows: Sequence[Sequence[float]]) -> bool:
     )
 
 
-def is_among(count: float, denominators: Sequence[float]) -> bool:
+def is_close_to_any(count: float, denominators: Sequence[float]) -> bool:
     return any(math.isclose(count, one, rel_tol=1e-6) for one in denominators)
 
 

@@ -19,7 +19,7 @@ UNUSED_GRAPH_MESSAGE = "appears to not have been used in the graph"
 NOT_OF_PARTS = "the loss of a batch is not made of the losses of its parts"
 
 
-def versions(engine: TrialSteps) -> dict[str, int]:
+def count_in_place_changes(engine: TrialSteps) -> dict[str, int]:
     """Count the in-place changes of each parameter in the model's modules, by name."""
     return {
         name: one._version
@@ -29,8 +29,8 @@ def versions(engine: TrialSteps) -> dict[str, int]:
     }
 
 
-def changed_weight(before: dict[str, int], after: dict[str, int]) -> ModelError | None:
-    """Return the error of a forward that changed a parameter between two `versions`, if any."""
+def make_changed_weight_error(before: dict[str, int], after: dict[str, int]) -> ModelError | None:
+    """Return the error of a forward that changed a parameter between two counts, if any."""
     changed = next((name for name, version in after.items() if before[name] != version), None)
     if changed is None:
         return None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpumix.engine.batch.batch_split import copied, count_samples, select_samples
+from gpumix.engine.batch.batch_split import copy_batch, count_samples, select_samples
 from gpumix.engine.loss.reduction import ObjectiveWithRule
 from gpumix.engine.model.adapters import enable_adapters
 from gpumix.engine.model.backward_hooks import compare_reruns
@@ -25,8 +25,8 @@ from gpumix.engine.rehearsal.refusals import (
     make_empty_mean_error,
     make_unequal_weights_error,
 )
-from gpumix.engine.rehearsal.samples import all_gather_values, is_any
-from gpumix.engine.rehearsal.settled_losses import SettledLosses
+from gpumix.engine.rehearsal.samples import all_gather_values, is_true_on_any_rank
+from gpumix.engine.rehearsal.settled_reduction import SettledReduction
 from gpumix.engine.trial_steps import TrialSteps
 from gpumix.hardware.runtime import is_gpu
 from gpumix.schema.job.coupled_losses import NO_RULE
@@ -66,7 +66,7 @@ class RehearsingEngine(TrialSteps):
 
     def is_settled(self, *, in_step: bool) -> bool:
         """Return True if `settle` has nothing to do. Collective."""
-        is_known = self._reduces.rule is not None and not self._reduces.rivals
+        is_known = self._reduces.rule is not None and not self._reduces.alternatives
         if in_step and self.plan.is_uncut:
             return True
         is_due = self._is_due() if in_step else self._in_training_alone
@@ -80,7 +80,7 @@ class RehearsingEngine(TrialSteps):
             ModelError: no rule holds, and the plan cuts the batch.
         """
         if in_step and self._no_samples is None and self._state.watch is not None:
-            self._no_samples = copied(select_samples(batch, slice(0)))
+            self._no_samples = copy_batch(select_samples(batch, slice(0)))
         if self.is_settled(in_step=in_step):
             return
         if in_step and self._is_due():
@@ -95,7 +95,7 @@ class RehearsingEngine(TrialSteps):
     def _find_rule(self, batch: Any, samples: int | None, *, in_step: bool) -> None:
         """Find the rule that the losses of a batch follow, if the batch tells rules apart."""
         reduces = self._reduces
-        if reduces.rivals and not additivity.can_rule_out_rivals(self, batch, reduces):
+        if reduces.alternatives and not additivity.can_rule_out_alternatives(self, batch, reduces):
             return
         rows = self._rows_of(batch, samples, in_step=in_step)
         trains = in_step or not self.plan.is_uncut
@@ -105,28 +105,30 @@ class RehearsingEngine(TrialSteps):
                     self, batch, rows, reduces, self._couples, trains=trains
                 )
             self.reduction = found.told or self.reduction
-            if not (reduces.rivals and additivity.can_rule_out_rivals(self, batch, reduces)):
+            if not (
+                reduces.alternatives and additivity.can_rule_out_alternatives(self, batch, reduces)
+            ):
                 break
         else:
             self._refuse_rivals()
-        self._state.settled = reduces.rule is not None and not reduces.rivals
+        self._state.settled = reduces.rule is not None and not reduces.alternatives
         self._state.trims = reduces.trims
         self._in_training_alone = found.training and not self.accepts_coupling
         if found.adds_up and self._state.watch is None and not self.accepts_coupling:
             self._watch_losses(found.known)
-            self._no_samples = copied(select_samples(batch, slice(0)))
+            self._no_samples = copy_batch(select_samples(batch, slice(0)))
 
     @property
-    def settled_losses(self) -> SettledLosses | None:
+    def settled_reduction(self) -> SettledReduction | None:
         """How losses add up, if a rehearsal found it."""
         rule, watch = self._reduces.rule, self._state.watch
         if not self._state.settled or rule is None or watch is None:
             return None
-        return SettledLosses(
+        return SettledReduction(
             rule, self._reduces.trims, watch.known, self._in_training_alone, self.reduction
         )
 
-    def assume(self, losses: SettledLosses) -> None:
+    def assume(self, losses: SettledReduction) -> None:
         """Take over how losses add up from an engine of the same model, plan and batches, in place
         of the first rehearsal. Later rehearsals and the watch on losses stay. Collective, before
         the first step."""
@@ -159,7 +161,7 @@ class RehearsingEngine(TrialSteps):
         """Watch losses from now on; losses of `kinds` are known to add up. Collective."""
         rule = self._reduces.rule
         # On a CPU, the values exchanged in a step are available at once.
-        late = is_any(self, is_gpu(self.device))
+        late = is_true_on_any_rank(self, is_gpu(self.device))
         by_values = rule is not None and rule.kind == "graph"
         self._state.watch = LossWatch(self.device, kinds, late=int(late), by_values=by_values)
         self._rehearsed_at = self._state.steps
@@ -333,18 +335,18 @@ class RehearsingEngine(TrialSteps):
         turn: int | None = None,
     ) -> list[Any]:
         """Return the results of `run` for a few samples of a batch, at once and in two parts; see
-        `engine.rehearsal.additivity.in_parts`.
+        `engine.rehearsal.additivity.run_in_parts`.
 
         Args:
             chosen: by whose rules the samples are unlike; by default the loss's.
         """
         rows = self._rows_of(batch, samples, in_step=in_step)
         chosen = chosen or self._reduces
-        return additivity.in_parts(self, batch, rows, chosen, run, start=start, turn=turn)
+        return additivity.run_in_parts(self, batch, rows, chosen, run, start=start, turn=turn)
 
     def _refuse_rivals(self) -> None:
         reduces = self._reduces
-        names = [rival.rule.name for rival in reduces.rivals]
+        names = [alternative.rule.name for alternative in reduces.alternatives]
         if reduces.rule is None or self.accepts_coupling:
             return
         raise ModelError(

@@ -116,9 +116,9 @@ def _map_rank_paths(plan: Plan) -> dict[int, tuple[int, ...]]:
     """Map each micro-batch's number to the first rank computing it in each stage."""
     found: dict[int, list[int]] = {}
     for stage in range(len(plan.stages)):
-        for team in plan.list_tp_groups(stage):
-            for number in plan.numbers_of(team[0], stage):
-                found.setdefault(number, []).append(team[0])
+        for tp_group in plan.list_tp_groups(stage):
+            for number in plan.numbers_of(tp_group[0], stage):
+                found.setdefault(number, []).append(tp_group[0])
     return {number: tuple(ranks) for number, ranks in found.items()}
 
 
@@ -180,7 +180,7 @@ def _find_merits(batch: Any, objective: ObjectiveWithRule) -> tuple[int, int]:
     """Return what samples show, most important first: after a rehearsal, which rule holds."""
     padding = int(_find_unpadded(batch) is not None)
     rules = int(_can_distinguish_rules(batch, objective))
-    return (rules, padding) if objective.rivals else (padding, rules)
+    return (rules, padding) if objective.alternatives else (padding, rules)
 
 
 def _find_unpadded(batch: Any) -> Tensor | None:
@@ -222,6 +222,6 @@ def all_gather_values(engine: TrialSteps, told: Sequence[float]) -> list[list[fl
     return table.tolist()  # type: ignore[no-any-return]
 
 
-def is_any(engine: TrialSteps, own: bool) -> bool:
+def is_true_on_any_rank(engine: TrialSteps, own: bool) -> bool:
     """Return whether `own` is true on any rank. Collective."""
     return any(told for (told,) in all_gather_values(engine, [float(own)]))

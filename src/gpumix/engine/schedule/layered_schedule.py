@@ -27,7 +27,7 @@ from gpumix.engine.sharding.bucket import (
     Bucket,
     BucketReductions,
     GradientProgress,
-    gather_together,
+    gather_buckets,
 )
 from gpumix.engine.unit.sharded_units import ShardedUnits
 from gpumix.schema.plan.stage import Worker
@@ -214,7 +214,7 @@ class LayeredSchedule(Schedule):
         parts = self.parts
         batches = [self._make_micro_batch(parts, cut, n, keep=False) for n in range(len(cut))]
         # With full parameters here, one after another, for the lowest memory use.
-        whole = parts.division.whole_parameters and len(batches) > 1
+        whole = parts.layout.whole_parameters and len(batches) > 1
         results: list[Loss] = []
         with close_micro_batches(batches):
             for some in [[b] for b in batches] if whole else [batches]:
@@ -234,7 +234,7 @@ class LayeredSchedule(Schedule):
         with close_micro_batches(batches), contextlib.ExitStack() as stack:
             if self.leaves_out and parts.head is not None:
                 stack.enter_context(parts.head.whole())
-            if not parts.division.whole_parameters:
+            if not parts.layout.whole_parameters:
                 return run_repeatedly(parts, batches, is_any=is_any)
             # With full parameters here, one after another; ranks need not go together.
             results: list[Loss] = []
@@ -247,8 +247,8 @@ class LayeredSchedule(Schedule):
     def _make_reductions(
         self, gradient_scale: Callable[[], torch.Tensor] | None, done: Done | None
     ) -> BucketReductions:
-        division = self.parts.division
-        at_once = division.replicated and not division.others
+        layout = self.parts.layout
+        at_once = layout.replicated and not layout.others
         return BucketReductions(gradient_scale, at_once=at_once, done=done)
 
 
@@ -265,7 +265,7 @@ def close_micro_batches(batches: Sequence[MicroBatch]) -> Iterator[None]:
 def forward(parts: ShardedUnits, turns: MicroBatchOrder, *, keep: bool) -> None:
     """Run all micro-batches through all units; each stops before the head, or in it, if the model
     skips its last units."""
-    gather_together((parts.before, *parts.always_used_buckets), parts.sequence[0].bucket)
+    gather_buckets((parts.before, *parts.always_used_buckets), parts.sequence[0].bucket)
     for batch in turns.of(-1):
         batch.start()
     last = parts.last_call

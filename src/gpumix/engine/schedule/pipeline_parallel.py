@@ -245,12 +245,12 @@ class PipelineStep:
         self._running: dict[tuple[int, int], InFlightMicroBatch] = {}
         self._results: list[Loss] = []
         self._begun = GradientProgress()
-        division = places[0].parts.division
+        layout = places[0].parts.layout
         # Separate buffers let each reduction run without waiting for another. With one stage per
         # rank, all ranks of the stage issue the same collectives, so none deadlocks.
-        self._beside = division.replicated and len(places) == 1
-        self._in_waves = not division.whole_gradients
-        self._reductions = BucketReductions(None, at_once=division.replicated)
+        self._beside = layout.replicated and len(places) == 1
+        self._in_waves = not layout.whole_gradients
+        self._reductions = BucketReductions(None, at_once=layout.replicated)
 
     def _turns(self, running: Sequence[InFlightMicroBatch]) -> MicroBatchOrder:
         return MicroBatchOrder([one.batch for one in running], in_order=self._in_order)
@@ -267,7 +267,7 @@ class PipelineStep:
             for bucket in self._shared:
                 bucket.start_gather()
             for place in self._places.values():
-                parts, kept = place.parts, place.parts.division.whole_parameters
+                parts, kept = place.parts, place.parts.layout.whole_parameters
                 for bucket in parts.buckets if kept else parts.always_used_buckets:
                     bucket.start_gather()
             for place in self._idle:

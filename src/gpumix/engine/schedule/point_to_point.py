@@ -76,7 +76,7 @@ class PointToPointChannels:
     def replan(self, plan: Plan) -> None:
         """Continue with a plan of the same stages and other micro-batches per worker. Collective,
         between two steps."""
-        self._team_of = {
+        self._tp_group_of = {
             (number, batch): plan.ranks_of(number)[one.seats.start : one.seats.stop]
             for number, stage in enumerate(plan.stages)
             for batch, one in enumerate(stage.micro_batches(plan.waves))
@@ -89,7 +89,7 @@ class PointToPointChannels:
 
     def _needed(self, plan: Plan) -> set[_Channel]:
         found = set()
-        for to, batch in self._team_of:
+        for to, batch in self._tp_group_of:
             for taken in plan.stages[to].takes:
                 for direction in DIRECTIONS:
                     for line in self._find_channels(Message(direction, to, batch, taken)):
@@ -100,8 +100,8 @@ class PointToPointChannels:
     def _find_channels(self, message: Message) -> list[_Channel]:
         """Return the lines of a message, to all members of a tensor-parallel group."""
         of = self._stage_of_call[message.taken.call]
-        givers = self._team_of[of, message.batch]
-        takers = self._team_of[message.to, message.batch]
+        givers = self._tp_group_of[of, message.batch]
+        takers = self._tp_group_of[message.to, message.batch]
         if message.direction == "backward":
             givers, takers = takers, givers
         return [

@@ -31,12 +31,12 @@ from gpumix.engine.model.unit_values import (
     Structure,
     take_apart,
 )
-from gpumix.engine.quantised.packed_weight import (
-    Attribute,
-    Installed,
-    PackedWeight,
+from gpumix.engine.quantised.quantised_parameter import (
+    ModuleAttribute,
+    ModuleParameter,
+    QuantisedParameter,
     WeightFormat,
-    show_in_modules,
+    restore_module_parameter,
 )
 from gpumix.engine.sharding.unit_discovery import ModelUnits, ParameterSlot
 from gpumix.engine.unit.unit_call import cast_floating
@@ -147,7 +147,7 @@ class RemoteStages:
         """Return the look of a parameter in computations here."""
         old = slot.parameter
         dtype = self._dtype if old.is_floating_point() else old.dtype
-        form = old.format if isinstance(old, PackedWeight) else None
+        form = old.format if isinstance(old, QuantisedParameter) else None
         return ParameterMeta(old.shape, dtype, form)
 
     def _put(
@@ -155,10 +155,14 @@ class RemoteStages:
     ) -> Held:
         """Put a parameter with a look in places of modules, and return what was there."""
         if look.format is None:
-            shown = Installed(nn.Parameter(make(look), requires_grad=False))
+            shown = ModuleParameter(nn.Parameter(make(look), requires_grad=False))
         else:
-            shown = show_in_modules(look.format, make(look), [module for module, _ in places])
-        new = [Attribute(module._parameters, name, shown.parameter) for module, name in places]
+            shown = restore_module_parameter(
+                look.format, make(look), [module for module, _ in places]
+            )
+        new = [
+            ModuleAttribute(module._parameters, name, shown.parameter) for module, name in places
+        ]
         new += shown.attributes
         held = [(one.holder, one.key, one.holder.get(one.key)) for one in new]
         for one in new:

@@ -184,7 +184,7 @@ class _StepReductions:
     def watch(self) -> None:
         """Observe the arrival of gradients at parameters, in the single backward to follow.
 
-        Parameters that the root uses throughout come last anyway. A chunked head adds to its
+        Parameters that the root uses throughout come last anyway. Chunked cross-entropy adds to its
         gradients unobserved, but before any unit's backward.
         """
         unseen = set() if self._head is None else {id(p) for p in self._head.parameters}

@@ -1,4 +1,4 @@
-"""Parts of a model on a rank's stages, and the division of their state."""
+"""Parts of a model on a rank's stages, and the shard layouts of their state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.schedule.remote_stage_values import RemoteStages
-from gpumix.engine.sharding.shard_layout import Division
+from gpumix.engine.sharding.shard_layout import ShardLayout
 from gpumix.engine.sharding.unit_discovery import ModelUnits, Unit
 from gpumix.engine.tensor_parallel.parallelize import ModelPart, ModuleChanges, select_whole_model
 from gpumix.engine.unit.sharded_units import Storage
@@ -17,38 +17,40 @@ from gpumix.schema.plan.stage import Stage, group_shared_names
 
 @dataclass(frozen=True)
 class SharedRoots:
-    """Root parameters shared by several stages, with their division."""
+    """Root parameters shared by several stages, with their shard layout."""
 
     names: tuple[str, ...]
-    division: Division
+    layout: ShardLayout
 
 
 @dataclass(frozen=True)
-class Divisions:
-    """Divisions of a plan's state in which this rank has a part: for each of its stages, the state
+class StageShardLayouts:
+    """Shard layouts of the state of which this rank has a part: for each of its stages, the state
     of the stage alone, and state shared by several stages."""
 
-    alone: dict[int, Division]
+    alone: dict[int, ShardLayout]
     shared: tuple[SharedRoots, ...]
 
 
-def make_divisions(plan: Plan, comm: Communicator, teams: Mapping[int, Communicator]) -> Divisions:
-    """Return the divisions of a plan's stages. Collective: makes process groups.
+def make_stage_shard_layouts(
+    plan: Plan, comm: Communicator, tp_groups: Mapping[int, Communicator]
+) -> StageShardLayouts:
+    """Return the shard layouts of a plan's stages. Collective: makes process groups.
 
     Args:
-        teams: tensor-parallel group of this rank, by stage.
+        tp_groups: tensor-parallel group of this rank, by stage.
     """
     alone = {
-        number: division
+        number: layout
         for number in range(len(plan.stages))
-        if (division := Division.of_stage(plan, comm, number, teams.get(number))) is not None
+        if (layout := ShardLayout.of_stage(plan, comm, number, tp_groups.get(number))) is not None
     }
     shared = [
-        SharedRoots(tuple(names), division)
+        SharedRoots(tuple(names), layout)
         for stages, names in group_shared_names([stage.root or () for stage in plan.stages]).items()
-        if (division := Division.of_stages(plan, comm, stages)) is not None
+        if (layout := ShardLayout.of_stages(plan, comm, stages)) is not None
     ]
-    return Divisions(alone, tuple(shared))
+    return StageShardLayouts(alone, tuple(shared))
 
 
 def make_tensor_parallel_groups(plan: Plan, comm: Communicator) -> dict[int, Communicator]:
@@ -57,15 +59,15 @@ def make_tensor_parallel_groups(plan: Plan, comm: Communicator) -> dict[int, Com
     found = {}
     for number, stage in enumerate(plan.stages):
         for ranks in plan.list_tp_groups(number) if stage.tensor > 1 else ():
-            team = comm.among(ranks)
-            if team is not None:
-                found[number] = team
+            tp_group = comm.among(ranks)
+            if tp_group is not None:
+                found[number] = tp_group
     return found
 
 
-def select_stage_part(anatomy: ModelUnits, stage: Stage, divisions: Divisions) -> ModelUnits:
+def select_stage_part(anatomy: ModelUnits, stage: Stage, layouts: StageShardLayouts) -> ModelUnits:
     """Return the units of a stage, and the root parameters that belong to the stage alone."""
-    shared = {name for one in divisions.shared for name in one.names}
+    shared = {name for one in layouts.shared for name in one.names}
     used = set(stage.root or ()) - shared
     root = anatomy.root
     slots = tuple(slot for slot in root.slots if slot.name in used)

@@ -19,25 +19,25 @@ from gpumix.engine.comm.communicator import Communicator
 from gpumix.schema.plan.splitting import ShardIntervals
 
 
-def copy_to_region(value: torch.Tensor, team: Communicator) -> torch.Tensor:
+def copy_to_region(value: torch.Tensor, tp_group: Communicator) -> torch.Tensor:
     """Enter a region with `value`; backward sums the ranks' partial gradients."""
     if not (torch.is_grad_enabled() and value.requires_grad):
         return value
-    return _Enter.apply(value, team)  # type: ignore[no-any-return, no-untyped-call]
+    return _Enter.apply(value, tp_group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def reduce_from_region(value: torch.Tensor, team: Communicator) -> torch.Tensor:
+def reduce_from_region(value: torch.Tensor, tp_group: Communicator) -> torch.Tensor:
     """Leave a region with the sum of all ranks' values, in the memory of `value`."""
-    return _Leave.apply(value, team)  # type: ignore[no-any-return, no-untyped-call]
+    return _Leave.apply(value, tp_group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def scatter_to_region(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
+def scatter_to_region(value: torch.Tensor, dim: int, tp_group: Communicator) -> torch.Tensor:
     """Return this rank's part of a replicated value, along `dim`."""
-    return _Part.apply(value, dim, team)  # type: ignore[no-any-return, no-untyped-call]
+    return _Part.apply(value, dim, tp_group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gather_from_region(
-    value: torch.Tensor, dim: int, team: Communicator, length: int | None = None
+    value: torch.Tensor, dim: int, tp_group: Communicator, length: int | None = None
 ) -> torch.Tensor:
     """Concatenate all ranks' values along `dim`. All ranks use the result alike, so each has the
     full gradient.
@@ -45,52 +45,55 @@ def gather_from_region(
     Args:
         length: length of the result, if parts are unequal.
     """
-    return _SideBySide.apply(value, dim, team, length)  # type: ignore[no-any-return, no-untyped-call]
+    return _SideBySide.apply(value, dim, tp_group, length)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_scatter_gradient(
-    part: torch.Tensor, whole: torch.Tensor, dim: int, team: Communicator
+    part: torch.Tensor, whole: torch.Tensor, dim: int, tp_group: Communicator
 ) -> torch.Tensor:
     """Enter a region with `whole`, the concatenation of all ranks' parts along `dim`. Each rank has
     a partial gradient of `whole`; `part` gets its slice of their sum."""
     if not (torch.is_grad_enabled() and part.requires_grad):
         return whole
-    return _EnterTogether.apply(part, whole.detach(), dim, team)  # type: ignore[no-any-return, no-untyped-call]
+    return _EnterTogether.apply(part, whole.detach(), dim, tp_group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def reduce_scatter_from_region(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
+def reduce_scatter_from_region(
+    value: torch.Tensor, dim: int, tp_group: Communicator
+) -> torch.Tensor:
     """Leave a region with this rank's part, along `dim`, of the sum of all ranks' values."""
-    return _LeaveApart.apply(value, dim, team)  # type: ignore[no-any-return, no-untyped-call]
+    return _LeaveApart.apply(value, dim, tp_group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def own_part(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
+def get_own_part(value: torch.Tensor, dim: int, tp_group: Communicator) -> torch.Tensor:
     """Copy this rank's part along `dim`; a view would hold the whole. With uneven parts, the first
     parts are longer by one."""
-    part = value.tensor_split(team.world, dim)[team.rank]
+    part = value.tensor_split(tp_group.world, dim)[tp_group.rank]
     return part.clone(memory_format=torch.contiguous_format)
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, team: Communicator) -> torch.Tensor:
-        ctx.team = team
+    def forward(ctx: Any, value: torch.Tensor, tp_group: Communicator) -> torch.Tensor:
+        ctx.tp_group = tp_group
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         # The gradient may have other holders: do not change it.
         summed = gradient.clone(memory_format=torch.contiguous_format)
-        return _all_reduce(summed, ctx.team, "sum of gradients in a team"), None
+        label = "sum of gradients in a tensor-parallel group"
+        return _all_reduce(summed, ctx.tp_group, label), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, team: Communicator) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, tp_group: Communicator) -> torch.Tensor:
         if value.is_contiguous():
             ctx.mark_dirty(value)
         else:
             value = value.contiguous()
-        return _all_reduce(value, team, "sum of outputs in a team")
+        return _all_reduce(value, tp_group, "sum of outputs in a tensor-parallel group")
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -99,127 +102,133 @@ class _Leave(torch.autograd.Function):
 
 class _Part(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
-        ctx.dim, ctx.team, ctx.length = dim, team, value.shape[dim]
-        return own_part(value, dim, team)
+    def forward(ctx: Any, value: torch.Tensor, dim: int, tp_group: Communicator) -> torch.Tensor:
+        ctx.dim, ctx.tp_group, ctx.length = dim, tp_group, value.shape[dim]
+        return get_own_part(value, dim, tp_group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all_gather(gradient, ctx.dim, ctx.team, ctx.length), None, None
+        return _all_gather(gradient, ctx.dim, ctx.tp_group, ctx.length), None, None
 
 
 class _SideBySide(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, value: torch.Tensor, dim: int, team: Communicator, length: int | None
+        ctx: Any, value: torch.Tensor, dim: int, tp_group: Communicator, length: int | None
     ) -> torch.Tensor:
-        ctx.dim, ctx.team = dim, team
+        ctx.dim, ctx.tp_group = dim, tp_group
         return _all_gather(
-            value, dim, team, value.shape[dim] * team.world if length is None else length
+            value, dim, tp_group, value.shape[dim] * tp_group.world if length is None else length
         )
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return own_part(gradient, ctx.dim, ctx.team), None, None, None
+        return get_own_part(gradient, ctx.dim, ctx.tp_group), None, None, None
 
 
 class _EnterTogether(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, part: torch.Tensor, whole: torch.Tensor, dim: int, team: Communicator
+        ctx: Any, part: torch.Tensor, whole: torch.Tensor, dim: int, tp_group: Communicator
     ) -> torch.Tensor:
-        ctx.dim, ctx.team = dim, team
+        ctx.dim, ctx.tp_group = dim, tp_group
         return whole.view_as(whole)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        label = "sum of gradients in a team, each rank its part"
-        return _reduce_scatter(gradient, ctx.dim, ctx.team, label), None, None, None
+        label = "sum of gradients in a tensor-parallel group, each rank its part"
+        return _reduce_scatter(gradient, ctx.dim, ctx.tp_group, label), None, None, None
 
 
 class _LeaveApart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
-        ctx.dim, ctx.team, ctx.length = dim, team, value.shape[dim]
-        return _reduce_scatter(value, dim, team, "sum of outputs in a team, each rank its part")
+    def forward(ctx: Any, value: torch.Tensor, dim: int, tp_group: Communicator) -> torch.Tensor:
+        ctx.dim, ctx.tp_group, ctx.length = dim, tp_group, value.shape[dim]
+        label = "sum of outputs in a tensor-parallel group, each rank its part"
+        return _reduce_scatter(value, dim, tp_group, label)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all_gather(gradient, ctx.dim, ctx.team, ctx.length), None, None
+        return _all_gather(gradient, ctx.dim, ctx.tp_group, ctx.length), None, None
 
 
-def _all_reduce(value: torch.Tensor, team: Communicator, label: str) -> torch.Tensor:
+def _all_reduce(value: torch.Tensor, tp_group: Communicator, label: str) -> torch.Tensor:
     """Sum over the group, in place."""
-    team.record.meets("tensor parallel")
-    value = _run_all_reduce(value, team, label)
-    team.record.goes_on()
+    tp_group.record.meets("tensor parallel")
+    value = _run_all_reduce(value, tp_group, label)
+    tp_group.record.goes_on()
     return value
 
 
-def _run_all_reduce(value: torch.Tensor, team: Communicator, label: str) -> torch.Tensor:
-    if not team.on_gloo:
-        return team.all_reduce(value, label)
-        # A gloo thread may hold its buffer beyond the call: use pooled memory.
-    room = team.borrow("team sum", value, 1, value.numel())
+def _run_all_reduce(value: torch.Tensor, tp_group: Communicator, label: str) -> torch.Tensor:
+    if not tp_group.on_gloo:
+        return tp_group.all_reduce(value, label)
+    # A gloo thread may hold its buffer beyond the call: use pooled memory.
+    room = tp_group.borrow("tensor-parallel sum", value, 1, value.numel())
     flat = value.view(-1)
-    flat.copy_(team.all_reduce(room.tensor[0].copy_(flat), label))
+    flat.copy_(tp_group.all_reduce(room.tensor[0].copy_(flat), label))
     room.give_back()
     return value
 
 
-def _all_gather(value: torch.Tensor, dim: int, team: Communicator, length: int) -> torch.Tensor:
+def _all_gather(value: torch.Tensor, dim: int, tp_group: Communicator, length: int) -> torch.Tensor:
     """Concatenate all ranks' values, `length` in total along `dim`."""
-    team.record.meets("tensor parallel")
-    whole = _run_all_gather(value, dim, team, length)
-    team.record.goes_on()
+    tp_group.record.meets("tensor parallel")
+    whole = _run_all_gather(value, dim, tp_group, length)
+    tp_group.record.goes_on()
     return whole
 
 
-def _run_all_gather(value: torch.Tensor, dim: int, team: Communicator, length: int) -> torch.Tensor:
-    label = "gather of parts in a team"
-    shapes = _shapes(value.shape, dim, team.world, length)
+def _run_all_gather(
+    value: torch.Tensor, dim: int, tp_group: Communicator, length: int
+) -> torch.Tensor:
+    label = "gather of parts in a tensor-parallel group"
+    shapes = _shapes(value.shape, dim, tp_group.world, length)
     room = shapes[0].numel()  # of the longest part, the first
-    if not team.on_gloo:
+    if not tp_group.on_gloo:
         own = value.reshape(-1)
-        rows, gathered = team.exchange(_filled_up(own, room), label)
+        rows, gathered = tp_group.exchange(_filled_up(own, room), label)
         gathered.wait()
         return _joined(rows, shapes, dim)
-    borrowed = team.borrow("team gather", value, team.world + 1, room)
+    borrowed = tp_group.borrow("tensor-parallel gather", value, tp_group.world + 1, room)
     rows, own = borrowed.tensor[:-1], borrowed.tensor[-1]
     own[: value.numel()] = value.reshape(-1)
-    _, gathered = team.exchange(own, label, into=rows)
+    _, gathered = tp_group.exchange(own, label, into=rows)
     gathered.wait()
     whole = _joined(rows, shapes, dim)
     borrowed.give_back()
     return whole
 
 
-def _reduce_scatter(value: torch.Tensor, dim: int, team: Communicator, label: str) -> torch.Tensor:
+def _reduce_scatter(
+    value: torch.Tensor, dim: int, tp_group: Communicator, label: str
+) -> torch.Tensor:
     """Return this rank's part of the sum of all ranks' values."""
-    team.record.meets("tensor parallel")
-    part = _run_reduce_scatter(value, dim, team, label)
-    team.record.goes_on()
+    tp_group.record.meets("tensor parallel")
+    part = _run_reduce_scatter(value, dim, tp_group, label)
+    tp_group.record.goes_on()
     return part
 
 
 def _run_reduce_scatter(
-    value: torch.Tensor, dim: int, team: Communicator, label: str
+    value: torch.Tensor, dim: int, tp_group: Communicator, label: str
 ) -> torch.Tensor:
-    parts = value.tensor_split(team.world, dim)
+    parts = value.tensor_split(tp_group.world, dim)
     room, found = (
         parts[0].numel(),
-        torch.empty_like(parts[team.rank], memory_format=torch.contiguous_format),
+        torch.empty_like(parts[tp_group.rank], memory_format=torch.contiguous_format),
     )
-    borrowed = team.borrow("team scatter", value, team.world, room) if team.on_gloo else None
-    rows = value.new_empty(team.world, room) if borrowed is None else borrowed.tensor
+    name = "tensor-parallel scatter"
+    borrowed = tp_group.borrow(name, value, tp_group.world, room) if tp_group.on_gloo else None
+    rows = value.new_empty(tp_group.world, room) if borrowed is None else borrowed.tensor
     for row, part in zip(rows, parts):
         row[: part.numel()].view(part.shape).copy_(part)
 
     def deliver(summands: torch.Tensor) -> None:
         torch.sum(summands[:, : found.numel()], 0, out=found.view(-1))
 
-    intervals = ShardIntervals(tuple(number * room for number in range(team.world + 1)))
-    team.reduce(rows.view(-1), intervals, label, deliver).wait()
+    intervals = ShardIntervals(tuple(number * room for number in range(tp_group.world + 1)))
+    tp_group.reduce(rows.view(-1), intervals, label, deliver).wait()
     if borrowed is not None:
         borrowed.give_back()
     return found

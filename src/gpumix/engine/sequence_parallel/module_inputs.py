@@ -28,13 +28,13 @@ class RegionBoundary:
 
     def __init__(
         self,
-        team: Communicator,
+        tp_group: Communicator,
         *,
         shared: bool,
         positions: PositionSharding | None = None,
         early: bool = False,
     ) -> None:
-        self._team = team
+        self._tp_group = tp_group
         self.shared = shared
         self._positions = positions
         self._early = early
@@ -56,7 +56,7 @@ class RegionBoundary:
 
     def enter(self, value: torch.Tensor) -> torch.Tensor:
         if not self.shared:
-            return copy_to_region(value, self._team)
+            return copy_to_region(value, self._tp_group)
         for known, entered in self._known:
             if known is value:
                 return entered
@@ -67,12 +67,12 @@ class RegionBoundary:
         found = None
         if self._positions is not None and not self._early:
             found = self._positions.enter(value)
-        return copy_to_region(value, self._team) if found is None else found[1]
+        return copy_to_region(value, self._tp_group) if found is None else found[1]
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
         """Reduce the output of a region, of which each rank has a summand."""
         return (
-            reduce_from_region(value, self._team)
+            reduce_from_region(value, self._tp_group)
             if self._positions is None
             else self._positions.leave(value)
         )

@@ -97,7 +97,7 @@ class DividedHidden(torch.Tensor):
 
     def gathered(self) -> torch.Tensor:
         """Gather all positions, without the cache."""
-        return gather_from_region(self.part, POSITION_DIM, self.positions.team, self.length)
+        return gather_from_region(self.part, POSITION_DIM, self.positions.tp_group, self.length)
 
     @classmethod
     def __torch_function__(
@@ -140,15 +140,15 @@ def _rebuilt(part: Any, positions: PositionSharding, length: int) -> Any:
 class _DividedCall:
     """Call of a unit with this rank's part of the positions."""
 
-    def __init__(self, team: Communicator, length: int, own: int) -> None:
-        self.team, self.length, self.own = team, length, own
+    def __init__(self, tp_group: Communicator, length: int, own: int) -> None:
+        self.tp_group, self.length, self.own = tp_group, length, own
 
     def enter(self, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        whole = gather_from_region(part, POSITION_DIM, self.team, self.length)
-        return whole, reduce_scatter_gradient(part, whole, POSITION_DIM, self.team)
+        whole = gather_from_region(part, POSITION_DIM, self.tp_group, self.length)
+        return whole, reduce_scatter_gradient(part, whole, POSITION_DIM, self.tp_group)
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
-        return reduce_scatter_from_region(value, POSITION_DIM, self.team)
+        return reduce_scatter_from_region(value, POSITION_DIM, self.tp_group)
 
 
 class PositionSharding:
@@ -159,8 +159,8 @@ class PositionSharding:
         left: how often hidden states were gathered again, outside of units.
     """
 
-    def __init__(self, team: Communicator) -> None:
-        self.team = team
+    def __init__(self, tp_group: Communicator) -> None:
+        self.tp_group = tp_group
         self.entered = 0
         self.left = 0
         self._call: Call | None = None
@@ -189,7 +189,9 @@ class PositionSharding:
             elif not is_divided(leaf):
                 self.entered += leaf.requires_grad
                 leaves[number] = DividedHidden(
-                    scatter_to_region(leaf, POSITION_DIM, self.team), self, leaf.shape[POSITION_DIM]
+                    scatter_to_region(leaf, POSITION_DIM, self.tp_group),
+                    self,
+                    leaf.shape[POSITION_DIM],
                 )
         given: tuple[Any, Any] = tree_unflatten(leaves, structure)
         return given
@@ -217,8 +219,8 @@ class PositionSharding:
                 with preserve_torch_rng(hidden.device):
                     self._rehearse(label, unit, inner, parts, (args, kwargs))
             # Each rank has positions and heads of its own, and draws for them.
-            self._draws = RankRandomness(self.team.rank, hidden.device)
-            call = _DividedCall(self.team, hidden.length, hidden.part.shape[POSITION_DIM])
+            self._draws = RankRandomness(self.tp_group.rank, hidden.device)
+            call = _DividedCall(self.tp_group, hidden.length, hidden.part.shape[POSITION_DIM])
             outputs = self._run(call, inner, _map_leaves(_part, (args, kwargs)))
             return _map_leaves(lambda t: self._like(hidden, t), outputs)
 
@@ -263,7 +265,7 @@ class PositionSharding:
         """Leave a region: return this rank's part of the sum of all ranks' results."""
         call = self._call
         if call is None or not _is_hidden(value) or value.shape[POSITION_DIM] != call.length:
-            return reduce_from_region(value, self.team)
+            return reduce_from_region(value, self.tp_group)
         self.resume_separate_draws()
         return call.leave(value)
 
@@ -276,7 +278,7 @@ class PositionSharding:
 
     def _is_new(self, kind: str, hidden: DividedHidden, given: Sequence[Any]) -> bool:
         """Return True if no unit of the kind has run yet with tensors of such shapes."""
-        sizes = {-(-hidden.length // self.team.world), hidden.length // self.team.world}
+        sizes = {-(-hidden.length // self.tp_group.world), hidden.length // self.tp_group.world}
         looks = tuple(
             tuple((size == hidden.length, size in sizes) for size in value.shape)
             for value in given
@@ -305,17 +307,18 @@ class PositionSharding:
         )
         problem = ""
         try:
-            check_position_split(subject, self.team)
+            check_position_split(subject, self.tp_group)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # any error of a model's code for such shapes
             problem = get_first_line(error)
         refused = torch.tensor([float(bool(problem))], device=hidden.device)
-        if self.team.all_reduce(refused, "comparison of divided sequences").item():
+        if self.tp_group.all_reduce(refused, "comparison of divided sequences").item():
             raise ModelError(
-                f"the positions of unit '{label}' cannot be divided over the ranks of a team",
+                f"the positions of unit '{label}' cannot be divided over the ranks of a "
+                "tensor-parallel group",
                 code="positions-not-divisible",
-                why=problem or "another rank of the team says why",
+                why=problem or "another rank of the group says why",
                 fix=DISABLE_SEQUENCE_FIX,
             )
 

@@ -78,7 +78,7 @@ class ProbedUnit:
     hidden_requires_grad: bool
 
 
-def check_position_split(subject: ProbedUnit, team: Communicator) -> None:
+def check_position_split(subject: ProbedUnit, tp_group: Communicator) -> None:
     """Check that a unit can run on parts of the positions.
 
     Raises:
@@ -87,13 +87,13 @@ def check_position_split(subject: ProbedUnit, team: Communicator) -> None:
     """
     with _rehearsing(subject.module):
         captured = OutputCapture(contextvars.copy_context())
-        expected = _Run(subject, team)
+        expected = _Run(subject, tp_group)
         captured.run(expected.with_all_positions)
         if not expected.wanted:
             return
         sums: dict[str, torch.Tensor] = {}
-        for member in range(team.world):
-            found = _Run(subject, team)
+        for member in range(tp_group.world):
+            found = _Run(subject, tp_group)
             captured.run(lambda: found.with_part(expected, member))  # noqa: B023
             for name in subject.parts:
                 if (gradient := found.of_parameters.get(name)) is not None:
@@ -112,8 +112,8 @@ class _Run:
         of_parameters: gradients of the subject's `parts`, by name.
     """
 
-    def __init__(self, subject: ProbedUnit, team: Communicator) -> None:
-        self._subject, self._team = subject, team
+    def __init__(self, subject: ProbedUnit, tp_group: Communicator) -> None:
+        self._subject, self._tp_group = subject, tp_group
         leaves, self._structure = tree_flatten((subject.args, subject.kwargs))
         self._given: list[Any] = [_leaf(value) for value in leaves]
         if subject.hidden_requires_grad:
@@ -124,7 +124,7 @@ class _Run:
         self.wanted = False
 
     def with_all_positions(self) -> None:
-        self.call = _Recording(self._team, self._length)
+        self.call = _Recording(self._tp_group, self._length)
         self._run(self.call)
         ends = [_like_noise(value) for value in self.outputs]
         self._backward([(value, end) for value, end in zip(self.outputs, ends) if end is not None])
@@ -136,7 +136,7 @@ class _Run:
         Raises:
             Differs: a result is not the member's part of the `expected` result.
         """
-        call = _Replay(expected.call, self._team.world, member)
+        call = _Replay(expected.call, self._tp_group.world, member)
         place = self._subject.hidden
         self._given[place] = _leaf(call.part(self._given[place].detach()), self._given[place])
         self._run(call)
@@ -190,18 +190,18 @@ class _Run:
 class _Recording:
     """Call with all positions everywhere; records the values at region boundaries."""
 
-    def __init__(self, team: Communicator, length: int) -> None:
+    def __init__(self, tp_group: Communicator, length: int) -> None:
         self.length = self.own = length
-        self._team = team
+        self._tp_group = tp_group
         self.notes: list[_BoundaryRecord] = []
 
     def enter(self, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         note = self._note(part)
-        entered = copy_to_region(note.follow(part), self._team)
+        entered = copy_to_region(note.follow(part), self._tp_group)
         return part.view_as(part), entered
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
-        total = reduce_from_region(value, self._team)
+        total = reduce_from_region(value, self._tp_group)
         note = self._note(total)
         return note.follow(total.clone())  # the unit may write into the result
 

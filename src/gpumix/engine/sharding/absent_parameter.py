@@ -66,9 +66,10 @@ class AbsentParameter(nn.Parameter):
             f"parameter '{named[0]}' is used while its unit is not computed",
             code="parameter-used-outside-unit",
             why="its values are sharded over ranks, and gathered when the model calls the unit",
-            fix="outside of a step: `with gpumix.whole(model):` on all ranks, inside of which the "
-            "model has all of its weights; inside of the model use a unit's parameters in that "
-            "unit only; in place of a penalty on weights set the optimizer's weight_decay",
+            fix="outside of a step: `with gpumix.summon_full_params(model):` on all ranks, inside "
+            "of which the model has all of its weights; inside of the model use a unit's "
+            "parameters in that unit only; in place of a penalty on weights set the "
+            "optimizer's weight_decay",
         )
 
 

@@ -21,7 +21,7 @@ from gpumix.engine.sharding.absent_parameter import get_own_gradient, refuse_fro
 from gpumix.engine.sharding.flat_group import FlatGroup
 from gpumix.engine.sharding.gradient_fingerprint import See
 from gpumix.engine.sharding.shard import Piece, Scale
-from gpumix.engine.sharding.shard_layout import Division
+from gpumix.engine.sharding.shard_layout import ShardLayout
 from gpumix.schema.plan.step_trace import Work
 from gpumix.schema.profile.profile import ROOT
 
@@ -41,7 +41,7 @@ class Bucket:
         self,
         name: str,
         groups: Sequence[FlatGroup],
-        division: Division,
+        layout: ShardLayout,
         arrivals: GatherBuffer | None = None,
     ) -> None:
         self.name = name
@@ -50,9 +50,9 @@ class Bucket:
         self.see: See | None = None  # called with this rank's gradients before the reduction
         # Identities of the storages that contain the gathered parameters.
         self.storages = frozenset(group.full.untyped_storage()._cdata for group in self.groups)
-        self._recorder = division.comm.recorder
+        self._recorder = layout.comm.recorder
         self._arrivals = arrivals
-        self._resident = division.whole_parameters
+        self._resident = layout.whole_parameters
         self._ever_gathered = False
         self._gathering: list[Pending] | None = None
         self._reducing: list[Pending] | None = None
@@ -289,13 +289,13 @@ def begin_step(buckets: Sequence[Bucket], *, trains: bool = True) -> None:
         bucket.begin_step(trains=trains)
 
 
-def leave(buckets: Sequence[Bucket]) -> None:
+def release_buckets(buckets: Sequence[Bucket]) -> None:
     """Release the parameters of all buckets after a step; the optimizer may change them."""
     for bucket in buckets:
         bucket.leave()
 
 
-def gather_together(buckets: Sequence[Bucket], ahead: Bucket) -> None:
+def gather_buckets(buckets: Sequence[Bucket], ahead: Bucket) -> None:
     """Gather all `buckets`, for the root's forward, and start to gather the bucket `ahead`."""
     for bucket in (*buckets, ahead):
         bucket.start_gather()

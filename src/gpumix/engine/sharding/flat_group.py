@@ -28,13 +28,13 @@ from gpumix.engine.model.backward_hooks import (
     ParameterGradient,
     copy_first_gradient,
 )
-from gpumix.engine.quantised.packed_places import PackedPlace
-from gpumix.engine.quantised.packed_weight import PackedWeight
+from gpumix.engine.quantised.quantised_parameter import QuantisedParameter
+from gpumix.engine.quantised.quantised_parameter_view import QuantisedParameterView
 from gpumix.engine.quantised.weight_formats import casts_its_bias
 from gpumix.engine.sharding.absent_parameter import AbsentParameter, MasterParameter
-from gpumix.engine.sharding.parameter_slice import LocalParts, ParameterSlice, put_together
+from gpumix.engine.sharding.parameter_slice import LocalParts, ParameterSlice, assemble_parameter
 from gpumix.engine.sharding.shard import Piece, Scale, Shard, ShardMember, ShardMemory, Source
-from gpumix.engine.sharding.shard_layout import Division, Kind
+from gpumix.engine.sharding.shard_layout import Kind, ShardLayout
 from gpumix.engine.sharding.unit_discovery import ParameterSlot
 
 
@@ -50,24 +50,24 @@ ROUND_NUMEL = 64  # a multiple keeps the next parameter aligned, in every dtype
 
 
 class FlatGroupSpec:
-    """Parameters of one flat buffer: alike in dtype, in being trained, and in division.
+    """Parameters of one flat buffer: alike in dtype, in being trained, and in shard layout.
 
     Args:
         slots: the parameters.
         dtypes: dtype of the buffer, and of gathers; frozen parameters that are not floats keep
             their own.
-        divisions: division of each part of the parameters on this rank; usually one.
+        layouts: shard layout of each part of the parameters on this rank; usually one.
     """
 
     def __init__(
-        self, slots: list[ParameterSlot], dtypes: Dtypes, divisions: tuple[Division, ...]
+        self, slots: list[ParameterSlot], dtypes: Dtypes, layouts: tuple[ShardLayout, ...]
     ) -> None:
         first = slots[0].parameter
         for slot in slots:
-            if isinstance(slot.parameter, PackedWeight):
+            if isinstance(slot.parameter, QuantisedParameter):
                 slot.parameter.format.check_compute_dtype(dtypes.compute)
         self.slots = sorted(slots, key=lambda slot: slot.summed)
-        self.divisions = divisions
+        self.layouts = layouts
         self.trainable = first.requires_grad
         self.numels = [slot.window.numel for slot in self.slots]
         self.numel = sum(self.numels)
@@ -81,7 +81,7 @@ class FlatGroupSpec:
 
     @classmethod
     def among(
-        cls, slots: list[ParameterSlot], dtypes: Dtypes, division: Division
+        cls, slots: list[ParameterSlot], dtypes: Dtypes, layout: ShardLayout
     ) -> list[FlatGroupSpec]:
         """Group parameters by buffer; trained groups first."""
         alike: dict[tuple[bool, torch.dtype | None, Kind], list[ParameterSlot]] = {}
@@ -89,20 +89,18 @@ class FlatGroupSpec:
         for slot in sorted(slots, key=lambda s: s.parameter.numel() % ROUND_NUMEL != 0):
             p = slot.parameter
             kind = (p.requires_grad, None if p.is_floating_point() else p.dtype)
-            alike.setdefault((*kind, division.kind_of(slot)), []).append(slot)
+            alike.setdefault((*kind, layout.kind_of(slot)), []).append(slot)
         ordered = sorted(alike.items(), key=lambda item: str(item[0]), reverse=True)
-        return [
-            cls(of_kind, dtypes, division.select_divisions(kind[-1])) for kind, of_kind in ordered
-        ]
+        return [cls(of_kind, dtypes, layout.select_layouts(kind[-1])) for kind, of_kind in ordered]
 
     def members(self, number: int) -> list[ShardMember]:
-        """Return the members of the vector of a division."""
-        windows = [(s.parts[number] if len(self.divisions) > 1 else s.window) for s in self.slots]
+        """Return the members of the vector of a shard layout."""
+        windows = [(s.parts[number] if len(self.layouts) > 1 else s.window) for s in self.slots]
         return [ShardMember(s.name, s.parameter, w) for s, w in zip(self.slots, windows)]
 
     def divide_into_parts(self) -> list[list[ParameterSlice]]:
         """Return the slice of each parameter in each part, relative to the values on this rank."""
-        parts = len(self.divisions)
+        parts = len(self.layouts)
         return [
             [
                 ParameterSlice(s.window.local_shape, s.parts[0].dim, parts, n, s.parts[0].packed)
@@ -122,7 +120,7 @@ class FlatGroupSpec:
 
     @property
     def _as_gathered(self) -> bool:
-        return self.dtype == self.gathered_dtype and len(self.divisions) == 1
+        return self.dtype == self.gathered_dtype and len(self.layouts) == 1
 
     @property
     def own_masters(self) -> bool:
@@ -173,43 +171,43 @@ class FlatGroup:
         self.full = full
         self.gradient = gradient
         self.arriving = arriving
-        self._division = alike.divisions[0]
-        of_host = alike.trainable or self._division.pool is not None
-        self.on_host = on_host = self._division.on_host and of_host
+        self._layout = alike.layouts[0]
+        of_host = alike.trainable or self._layout.pool is not None
+        self.on_host = on_host = self._layout.on_host and of_host
         own_masters = alike.own_masters and not on_host
         # True if an update of the masters does not reach `full` by itself.
-        self.diverges = alike.trainable and not (self._division.replicated and own_masters)
-        in_parts = len(alike.divisions) > 1
-        in_place = self._division.whole_gradients and not (on_host or in_parts)
+        self.diverges = alike.trainable and not (self._layout.replicated and own_masters)
+        in_parts = len(alike.layouts) > 1
+        in_place = self._layout.whole_gradients and not (on_host or in_parts)
         self.shards = [
             Shard(
                 label,
                 alike.members(number),
-                division,
+                layout,
                 ShardMemory(
                     full.device,
                     alike.master_dtype,
                     alike.gathered_dtype,
-                    masters_in=full if division.whole_parameters and own_masters else None,
+                    masters_in=full if layout.whole_parameters and own_masters else None,
                     sums_in=gradient if in_place else None,
                 ),
                 source,
             )
-            for number, division in enumerate(alike.divisions)
+            for number, layout in enumerate(alike.layouts)
         ]
         # Between steps, a rank with all masters has an ordinary model.
         self.is_whole = (
             not (in_parts or on_host)
-            and self._division.team is None
-            and (self._division.replicated or self._division.comm.world == 1)
+            and self._layout.tp_group is None
+            and (self._layout.replicated or self._layout.comm.world == 1)
         )
         self._replace_parameters(alike)
         self._parts = LocalParts(self.views, alike.divide_into_parts()) if in_parts else None
         into = self.full if arriving is None else arriving
         parts = into.split([shard.numel for shard in self.shards])
         self.gathers = [partial(shard.gather, part) for shard, part in zip(self.shards, parts)]
-        team = self._division.team
-        self._sums_in_team = team is not None and self._summed_from < self.numel
+        tp_group = self._layout.tp_group
+        self._sums_in_tp_group = tp_group is not None and self._summed_from < self.numel
         self.gradients: list[ParameterGradient] = []
         self.receiving = GradientAccumulation(label)
         if self.trainable:
@@ -222,9 +220,9 @@ class FlatGroup:
         return [piece for shard in self.shards for piece in shard.pieces]
 
     @property
-    def division(self) -> Division:
-        """Division of the buffer; of several parts, the first."""
-        return self._division
+    def layout(self) -> ShardLayout:
+        """Shard layout of the buffer; of several parts, the first."""
+        return self._layout
 
     def _replace_parameters(self, alike: FlatGroupSpec) -> None:
         """Replace the modules' parameters by views of the buffer."""
@@ -233,7 +231,7 @@ class FlatGroup:
             tuple[dict[str, nn.Parameter | None], str, nn.Parameter, AbsentParameter]
         ] = []
         self.at_rest: list[tuple[dict[str, nn.Parameter | None], str, MasterParameter]] = []
-        self.packed: list[PackedPlace] = []
+        self.packed: list[QuantisedParameterView] = []
         self.recast: list[tuple[nn.Parameter, torch.Tensor]] = []
         masters: Sequence[torch.Tensor | None] = [None] * len(alike.slots)
         if self.is_whole:
@@ -241,9 +239,9 @@ class FlatGroup:
         for number, (slot, view, master) in enumerate(
             zip(alike.slots, self.full.data.split(alike.numels), masters)
         ):
-            if isinstance(slot.parameter, PackedWeight):
+            if isinstance(slot.parameter, QuantisedParameter):
                 form = slot.parameter.format
-                packed = PackedPlace.of(slot.places, form, view, master)
+                packed = QuantisedParameterView.of(slot.places, form, view, master)
                 self.packed.append(packed)
                 shaped = packed.shown.parameter
                 away = AbsentParameter.of(packed.make_placeholder(), slot.name)
@@ -292,8 +290,8 @@ class FlatGroup:
     def fill(
         self, floats: Callable[[torch.Tensor], object], generator: torch.Generator | None = None
     ) -> None:
-        """Fill the buffer with values for measurements: floats by `floats`, packed weights with
-        typical ones, and everything else with zeros."""
+        """Fill the buffer with values for measurements: floats by `floats`, quantised parameters
+        with typical ones, and everything else with zeros."""
         if self.full.is_floating_point():
             floats(self.full.data)
         else:
@@ -329,19 +327,19 @@ class FlatGroup:
 
     def gather_masters(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Yield every full parameter, as a view of temporary memory. Collective."""
-        rows, team = [shard.all_masters() for shard in self.shards], self._division.team
-        if team is not None:
+        rows, tp_group = [shard.all_masters() for shard in self.shards], self._layout.tp_group
+        if tp_group is not None:
             label = f"exchange of the state of unit '{self.label}'"
             tables = []
             for flat in rows:
-                table, told = team.exchange(flat, label)
+                table, told = tp_group.exchange(flat, label)
                 told.wait()
                 tables.append(table)
-            rows = [table[member] for member in range(team.world) for table in tables]
+            rows = [table[member] for member in range(tp_group.world) for table in tables]
         pieces = self.shards[0].pieces
         numels = [piece.window.numel for piece in pieces]
         for piece, *parts in zip(pieces, *(row.split(numels) for row in rows)):
-            yield piece, put_together(piece.window, parts)
+            yield piece, assemble_parameter(piece.window, parts)
 
     # -- gradients ----------------------------------------------------------------------------
 
@@ -354,20 +352,22 @@ class FlatGroup:
         """Return what starts to sum the gradient over ranks. At the end, this rank's part, times
         the scale, is in the pieces' `grad`: added to gradients already there, as autograd does.
         Without a scale, sums are added up over the step, and reach `grad` only when `settle`d."""
-        if self._sums_in_team or self._division.repeats > 1 or self._parts is not None:
+        if self._sums_in_tp_group or self._layout.repeats > 1 or self._parts is not None:
             return self._reduce_in_parts
         return partial(self.shards[0].reduce, self.gradient)
 
     def _reduce_in_parts(self, scale: Scale | None) -> list[Pending]:
-        """Reduce the gradient in a team, or of several parts; see `make_reduction`."""
-        division = self._division
-        if self._sums_in_team:
+        """Reduce the gradient in a tensor-parallel group, or of several parts; see
+        `make_reduction`."""
+        layout = self._layout
+        if self._sums_in_tp_group:
             # At once: another bucket needs the buffer soon, and the amount is small.
-            assert division.team is not None
+            assert layout.tp_group is not None
             parts = self.gradient[self._summed_from :]
-            division.team.all_reduce(parts, f"reduction of unit '{self.label}' in its team")
-        if division.repeats > 1:
-            self.gradient.div_(division.repeats)
+            label = f"reduction of unit '{self.label}' in its tensor-parallel group"
+            layout.tp_group.all_reduce(parts, label)
+        if layout.repeats > 1:
+            self.gradient.div_(layout.repeats)
         if self._parts is None:
             return self.shards[0].reduce(self.gradient, scale)
         # All parts at once: ranks with a single part continue with the next collective.
@@ -382,7 +382,7 @@ class FlatGroup:
 
     def _rooms(self) -> list[PooledTensor]:
         """Borrow memory for the gradients of each part."""
-        comm = self._division.comm
+        comm = self._layout.comm
         return [comm.borrow("parts", self.gradient, 1, shard.numel) for shard in self.shards]
 
     def expect_reduce(self) -> None:
@@ -414,7 +414,7 @@ def reserve_reduction_memory(trained: Sequence[FlatGroup]) -> None:
     largest reserves for all."""
     largest: dict[int, FlatGroup] = {}
     for group in trained:
-        ranks = id(group.division.comm)
+        ranks = id(group.layout.comm)
         if ranks not in largest or largest[ranks].numel < group.numel:
             largest[ranks] = group
     for group in largest.values():

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from gpumix.engine.model.adapters import RowLengths, find_base_name, list_adapter_parameters
-from gpumix.engine.model.deferred_init import log_of
+from gpumix.engine.model.deferred_init import get_operation_log
 from gpumix.engine.model.module_buffers import persistent_buffers
 from gpumix.engine.quantised.linear_layers import is_transposed
-from gpumix.engine.quantised.packed_weight import PackedWeight, Tensors
+from gpumix.engine.quantised.quantised_parameter import QuantisedParameter, Tensors
 from gpumix.engine.quantised.weight_formats import (
     BASES,
     describe_quantisation,
-    iterate_packed,
-    pack,
+    iterate_quantised_parameters,
+    to_quantised_parameter,
 )
 from gpumix.engine.sharding.shard import Source
 from gpumix.engine.sharding.state_dict import check_names_and_shapes
@@ -30,7 +30,7 @@ from gpumix.engine.weights.file_parameter import (
     has_source,
     read_values,
 )
-from gpumix.engine.weights.quantised_source import PackedWeightSource
+from gpumix.engine.weights.quantised_source import QuantisedParameterSource
 from gpumix.engine.weights.safetensors_files import SafetensorsFiles
 from gpumix.engine.weights.transformers_loading import find_conversions
 from gpumix.schema.errors import InputError
@@ -53,18 +53,18 @@ def make_source(model: nn.Module, weights: Path | None = None) -> Source:
     floats = own if files is None else files.make_source(own)
     lengths = {id(p): _BaseWeight.of(p.layer) for p in _iterate_row_lengths(model)}
 
-    def read_packed(name: str, parameter: PackedWeight, start: int, end: int) -> torch.Tensor:
+    def read_packed(name: str, parameter: QuantisedParameter, start: int, end: int) -> torch.Tensor:
         flat = None if files is None else files.read_packed(parameter)
         if flat is not None:
             return flat[start:end]
         if has_source(parameter.original):
             source = get_source(parameter.original)
-            if isinstance(source, PackedWeightSource):
+            if isinstance(source, QuantisedParameterSource):
                 return source.read(start, end)
         return parameter.format.read(_quantise(floats, name, parameter), start, end)
 
     def source(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
-        if isinstance(parameter, PackedWeight):
+        if isinstance(parameter, QuantisedParameter):
             return read_packed(name, parameter, start, end)
         if isinstance(parameter, RowLengths):
             return lengths[id(parameter)].compute_row_lengths(floats, read_packed)[start:end]
@@ -73,9 +73,9 @@ def make_source(model: nn.Module, weights: Path | None = None) -> Source:
     return source
 
 
-def _quantise(floats: Source, name: str, parameter: PackedWeight) -> Tensors:
-    """Return the tensors of a packed weight. One that is still to be quantised is, in full and on
-    the host: all ranks get equal bytes."""
+def _quantise(floats: Source, name: str, parameter: QuantisedParameter) -> Tensors:
+    """Return the tensors of a quantised parameter. One that is still to be quantised is, in full
+    and on the host: all ranks get equal bytes."""
     tensors, form = parameter.tensors(), parameter.format
     if tensors is None:
         values = floats(name, parameter.original, 0, form.shape.numel())
@@ -88,12 +88,12 @@ class _BaseWeight:
     """Weight of a layer with adapters, as it is before the model is sharded."""
 
     parameter: nn.Parameter
-    packed: PackedWeight | None
+    packed: QuantisedParameter | None
 
     @classmethod
     def of(cls, layer: nn.Module) -> _BaseWeight:
         parameter: Any = layer.weight
-        return cls(parameter, pack(parameter, layer))
+        return cls(parameter, to_quantised_parameter(parameter, layer))
 
     def compute_row_lengths(
         self, floats: Source, read_packed: Callable[..., torch.Tensor]
@@ -141,7 +141,7 @@ def load_buffers(model: nn.Module, weights: Path) -> None:
 
 
 def _make_model_source(model: nn.Module) -> Source:
-    log = log_of(model)
+    log = get_operation_log(model)
 
     def source(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
         if not parameter.is_meta:
@@ -162,7 +162,7 @@ def check_has_values(model: nn.Module) -> None:
     Raises:
         InputError: one is on the meta device, and nothing says what its values are.
     """
-    log = log_of(model)
+    log = get_operation_log(model)
     for name, parameter in model.named_parameters():
         known = has_source(parameter) or isinstance(parameter, RowLengths)
         if parameter.is_meta and not known and (log is None or not log.knows(parameter)):
@@ -195,7 +195,7 @@ class _FileWeights:
 
     def __init__(self, files: SafetensorsFiles, model: nn.Module) -> None:
         self._files = files
-        self._packed = {id(one.original): one for _, one in iterate_packed(model)}
+        self._packed = {id(one.original): one for _, one in iterate_quantised_parameters(model)}
         # A file holds tied parameters once, under any of their names.
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -273,7 +273,7 @@ class _FileWeights:
             else "give weights in 16 bits: `model.base` quantises them",
         )
 
-    def read_packed(self, parameter: PackedWeight) -> torch.Tensor | None:
+    def read_packed(self, parameter: QuantisedParameter) -> torch.Tensor | None:
         """Return the bytes of a quantised parameter; None if the files have it unquantised."""
         if not self._is_packed(parameter.original):
             return None

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from gpumix.engine.quantised.packed_weight import PackedWeight, WeightFormat
+from gpumix.engine.quantised.quantised_parameter import QuantisedParameter, WeightFormat
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE
 from gpumix.engine.sharding.unit_discovery import ModelUnits
 from gpumix.schema.plan.plan import Plan
@@ -61,7 +61,7 @@ class ParameterIndex:
                 frozen = sent if old.is_floating_point() else old.dtype
                 dtype = torch.float32 if old.requires_grad else frozen
                 rank = plan.ranks_of(stage)[0]
-                form = old.format if isinstance(old, PackedWeight) else None
+                form = old.format if isinstance(old, QuantisedParameter) else None
                 parameters[slot.name] = Stored(
                     old.shape, dtype, old.dtype, old.requires_grad, rank, form
                 )

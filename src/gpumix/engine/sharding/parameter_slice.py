@@ -162,7 +162,7 @@ class LocalParts:
             row.view(window.local_shape).copy_(window.of(view.grad))
 
 
-def put_together(window: ParameterSlice, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def assemble_parameter(window: ParameterSlice, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Assemble a parameter from the elements of its windows."""
     if window.whole:
         return parts[0].view(window.shape)

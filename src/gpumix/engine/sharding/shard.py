@@ -21,7 +21,7 @@ from gpumix.engine.offload.copy_lanes import CopyLane
 from gpumix.engine.offload.host_offload import allocate_on_host
 from gpumix.engine.offload.state_transfers import HostMasters
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
-from gpumix.engine.sharding.shard_layout import Division, HostSums
+from gpumix.engine.sharding.shard_layout import HostSums, ShardLayout
 
 # Returns initial values of a parameter's flat interval [start, end), in any dtype, on any device.
 Source = Callable[[str, nn.Parameter, int, int], torch.Tensor]
@@ -115,7 +115,7 @@ class Shard:
         self,
         label: str,
         members: Sequence[ShardMember],
-        division: Division,
+        layout: ShardLayout,
         memory: ShardMemory,
         source: Source,
     ) -> None:
@@ -124,12 +124,12 @@ class Shard:
         self.numel = sum(self.numels)
         self.trainable = members[0].parameter.requires_grad
         self._memory = memory
-        self._on_host = division.on_host and self.trainable
+        self._on_host = layout.on_host and self.trainable
         self._host: HostMasters | None = None  # masters on the host
         self._pooled: PooledVector | None = None  # the whole vector, in memory of the host
-        if division.pool is not None:
-            self._pooled = division.pool.allocate_vector(self.numel, memory.gathered_dtype)
-        self._set_division(division)
+        if layout.pool is not None:
+            self._pooled = layout.pool.allocate_vector(self.numel, memory.gathered_dtype)
+        self._set_layout(layout)
         self.master = self._masters()
         self.pieces = list(self._fill(members, source))
         self._carried: torch.Tensor | None = None
@@ -142,15 +142,15 @@ class Shard:
         if self.trainable:
             self._own_gradients()
 
-    def _set_division(self, division: Division) -> None:
-        self._division = division
-        self.intervals = division.intervals(self.numels)
-        self.start, self.end = division.interval(self.numels)
+    def _set_layout(self, layout: ShardLayout) -> None:
+        self._layout = layout
+        self.intervals = layout.intervals(self.numels)
+        self.start, self.end = layout.interval(self.numels)
 
     @property
     def cuts(self) -> tuple[int, ...]:
         """Places in the vector where one rank's part ends and another's begins."""
-        return () if self._division.replicated else self.intervals.offsets[1:-1]
+        return () if self._layout.replicated else self.intervals.offsets[1:-1]
 
     def _masters(self) -> torch.Tensor:
         """Return memory for this rank's interval of the masters, uninitialized."""
@@ -159,7 +159,7 @@ class Shard:
             return memory.masters_in[self.start : self.end]
         values = None if self._pooled is None else self._pooled.values[self.start : self.end]
         if self._on_host:
-            transfers = self._division.comm.transfers
+            transfers = self._layout.comm.transfers
             dtypes = memory.master_dtype, memory.gathered_dtype
             self._host = HostMasters(own, dtypes, transfers, memory.device, values)
             return self._host.master
@@ -169,7 +169,7 @@ class Shard:
 
     def _fill(self, members: Sequence[ShardMember], source: Source) -> Iterator[Piece]:
         """Fill the masters with initial values, and yield the pieces."""
-        begin, division = 0, self._division
+        begin, layout = 0, self._layout
         for member in members:
             numel = member.window.numel
             start, end, offset = self._part(begin, numel)
@@ -177,10 +177,10 @@ class Shard:
             if end > start:
                 view.copy_(_read_initial_values(source, member, start, end))
             local = nn.Parameter(view.detach(), requires_grad=self.trainable)
-            copy, copies = division.copy
+            copy, copies = layout.copy
             if member.window.whole:
-                copy = copy * division.parts + division.part
-                copies *= division.parts
+                copy = copy * layout.parts + layout.part
+                copies *= layout.parts
             exposed = PieceParameter.of(local, member.name, member.window.shape)
             yield Piece(member.name, member.window, start, end, local, copy, copies, exposed)
             begin += numel
@@ -208,10 +208,10 @@ class Shard:
             if piece.exposed is not None:
                 piece.exposed.expect_gradient(gradient)
 
-    def divide(self, division: Division, masters: torch.Tensor) -> None:
-        """Switch to `division`, with `masters` as this rank's values. The pieces' `local` stay the
+    def divide(self, layout: ShardLayout, masters: torch.Tensor) -> None:
+        """Switch to `layout`, with `masters` as this rank's values. The pieces' `local` stay the
         same parameters, with other elements. Between two steps, without gradients."""
-        self._set_division(division)
+        self._set_layout(layout)
         del self.master
         self._host = None  # free the old masters first
         self.master = self._masters().copy_(masters)
@@ -245,8 +245,8 @@ class Shard:
 
     def _gather(self, into: torch.Tensor, values: torch.Tensor) -> Pending:
         """Start to gather `values` as this rank's interval, behind the current stream."""
-        label, comm = f"all-gather of unit '{self.label}'", self._division.comm
-        if not self._division.replicated:
+        label, comm = f"all-gather of unit '{self.label}'", self._layout.comm
+        if not self._layout.replicated:
             return comm.gather(into, values, self.intervals, label)
         into.copy_(values, non_blocking=True)
         return Pending((), label, comm)
@@ -265,11 +265,11 @@ class Shard:
 
     def all_masters(self) -> torch.Tensor:
         """Gather the masters of all ranks into separate memory. Collective."""
-        if self._division.replicated:
+        if self._layout.replicated:
             return self.master.clone()
         buffer = torch.empty(self.numel, dtype=self.master.dtype, device=self._memory.device)
         label = f"all-gather of the state of unit '{self.label}'"
-        self._division.comm.gather(buffer, self.master, self.intervals, label).wait()
+        self._layout.comm.gather(buffer, self.master, self.intervals, label).wait()
         return buffer
 
     # -- gradients ----------------------------------------------------------------------------
@@ -284,28 +284,28 @@ class Shard:
     def reduce(self, flat: torch.Tensor, scale: Scale | None) -> list[Pending]:
         """Start to sum the gradient of the vector over ranks; see
         `FlatGroup.make_reduction`."""
-        division, label = self._division, f"reduction of unit '{self.label}'"
-        reduce = division.comm.reduce if division.pool is None else division.pool.reduce
+        layout, label = self._layout, f"reduction of unit '{self.label}'"
+        reduce = layout.comm.reduce if layout.pool is None else layout.pool.reduce
         # On NCCL, all work behind the collective is queued on the lane at once, and done while the
         # next unit computes; when that is through, the buffer is free. Gloo's waits are the host's.
         at_once = (
             self._on_host
-            and division.pool is None
+            and layout.pool is None
             and self._lane.is_stream
-            and not division.comm.on_gloo
+            and not layout.comm.on_gloo
         )
         if at_once and scale is not None:
             scale()  # here: the computing stream needs its result and its waits too
         deliver = partial(self._deliver, scale)
-        if division.replicated:
-            pending = division.comm.start_all_reduce(flat, label)
+        if layout.replicated:
+            pending = layout.comm.start_all_reduce(flat, label)
             return [pending.then(partial(deliver, flat[None]))]
-        if division.copies is None:
+        if layout.copies is None:
             pending = reduce(flat, self.intervals, label, deliver)
             return [pending.finish_on(self._lane) if at_once else pending]
-        room = division.comm.borrow("copies", flat, 1, self.end - self.start)
+        room = layout.comm.borrow("copies", flat, 1, self.end - self.start)
         pending = reduce(flat, self.intervals, label, partial(_sum, out=room.tensor[0]))
-        pending.following = partial(self._sum_over_hosts, division.copies, room, label, deliver)
+        pending.following = partial(self._sum_over_hosts, layout.copies, room, label, deliver)
         return [pending]
 
     def _sum_over_hosts(
@@ -322,33 +322,33 @@ class Shard:
     @property
     def _lane(self) -> CopyLane:
         """Lane for gradients on the way to the host."""
-        return self._division.comm.transfers.to_host
+        return self._layout.comm.transfers.to_host
 
     def expect_reduce(self, flat: torch.Tensor) -> None:
         """Reserve the memory of reductions, for the largest vector to be reduced."""
-        division = self._division
-        if division.replicated:
+        layout = self._layout
+        if layout.replicated:
             return
-        if division.pool is not None:
-            division.pool.expect_reduce(flat)
+        if layout.pool is not None:
+            layout.pool.expect_reduce(flat)
         else:
-            division.comm.expect_reduce(flat, self.intervals)
-        if division.copies is not None:  # one bucket is summed over hosts, the next within
+            layout.comm.expect_reduce(flat, self.intervals)
+        if layout.copies is not None:  # one bucket is summed over hosts, the next within
             own = self.end - self.start
-            rooms = [division.comm.borrow("copies", flat, 1, own) for _ in range(2)]
-            division.copies.expect_sum(rooms[0].tensor[0], self.numels)
+            rooms = [layout.comm.borrow("copies", flat, 1, own) for _ in range(2)]
+            layout.copies.expect_sum(rooms[0].tensor[0], self.numels)
             for room in rooms:
                 room.give_back()
 
     def _deliver(self, scale: Scale | None, rows: torch.Tensor) -> None:
         """Take the sum of `rows`, [n, own interval], as this rank's part, before scaling."""
-        if self._on_host and (self._division.pool is None or self._division.copies is not None):
+        if self._on_host and (self._layout.pool is None or self._layout.copies is not None):
             self._deliver_to_host(rows, scale)
             return
         if scale is None:
             self._add(rows)
             return
-        fresh, own, pool = self._fresh(), self.gradient, self._division.pool
+        fresh, own, pool = self._fresh(), self.gradient, self._layout.pool
         factor = scale() if pool is None else pool.bring(scale())
         if all(fresh) or self._memory.sums_in is not None:
             _sum(rows, own)
@@ -379,7 +379,7 @@ class Shard:
                 if scale is not None:
                     self._zero(fresh)
                 self.gradient.add_(part.to(self.gradient.device))  # the host waits
-        if not self._division.replicated:  # else rows are the gradient, used once in a step
+        if not self._layout.replicated:  # else rows are the gradient, used once in a step
             self._lane.mark().block_current_stream()
         if scale is None:
             self._summed = True
@@ -405,7 +405,7 @@ class Shard:
         the pieces' `grad`."""
         if self._summed:
             if self._on_host:
-                self._division.comm.transfers.arrived()
+                self._layout.comm.transfers.arrived()
             _multiply(self.gradient, scale().to(self.gradient.device))
             if self._carried is not None:
                 self.gradient.add_(self._carried)

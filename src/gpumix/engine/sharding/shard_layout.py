@@ -1,4 +1,4 @@
-"""Division of the state among ranks: ZeRO stage, shares, and groups that shard or replicate.
+"""Shard layout of the state: ZeRO stage, shares, and groups that shard or replicate.
 
 Stage 0 replicates everything on every rank. Stage 1 shards the optimizer state and the fp32 master
 parameters of a narrower copy, stage 2 also gradients, stage 3 also parameters. With hierarchical
@@ -29,8 +29,8 @@ Kind = Literal["divided", "whole", "summed"]
 
 
 @dataclass(frozen=True)
-class Division:
-    """Division of a plan's flat buffers, as seen by a rank.
+class ShardLayout:
+    """Shard layout of a plan's flat buffers, as seen by a rank.
 
     Attributes:
         shares: of the ranks of `comm`, in their order.
@@ -41,12 +41,12 @@ class Division:
         on_host: whether this rank keeps its part of masters and optimizer state on the host.
         pool: memory of the host with one copy of all parameters, instead of gathers and reductions
             between devices.
-        team: the tensor-parallel group of this rank.
+        tp_group: the tensor-parallel group of this rank.
         repeats: number of ranks of `comm` that compute each gradient identically.
         part, parts: index of this rank's tensor-parallel part of units, and number of parts.
-        others: divisions of other parts on this rank.
-        undivided: for parameters that no team divides, where teams differ in size: all ranks of all
-            teams divide these.
+        others: layouts of other parts on this rank.
+        undivided: for parameters that are not divided, where tensor-parallel groups differ in size:
+            all ranks of all groups divide these.
         multiple: cuts are at multiples of so many elements of a parameter.
     """
 
@@ -58,12 +58,12 @@ class Division:
     first: bool = True
     on_host: bool = False
     pool: ParameterPool | None = None
-    team: Communicator | None = None
+    tp_group: Communicator | None = None
     repeats: int = 1
     part: int = 0
     parts: int = 1
-    others: tuple[Division, ...] = ()
-    undivided: Division | None = None
+    others: tuple[ShardLayout, ...] = ()
+    undivided: ShardLayout | None = None
     multiple: int = 1
 
     def kind_of(self, slot: ParameterSlot) -> Kind:
@@ -72,11 +72,11 @@ class Division:
             return "divided"
         return "summed" if slot.summed else "whole"
 
-    def select_divisions(self, kind: Kind) -> tuple[Division, ...]:
-        """Return the divisions of parameters of a kind, for each part on this rank."""
+    def select_layouts(self, kind: Kind) -> tuple[ShardLayout, ...]:
+        """Return the layouts of parameters of a kind, for each part on this rank."""
         if self.undivided is None or kind == "divided":
             return (self, *self.others)
-        # Each rank of a team has a part of the gradient.
+        # Each rank of a tensor-parallel group has a part of the gradient.
         return (replace(self.undivided, repeats=1) if kind == "summed" else self.undivided,)
 
     @cached_property
@@ -119,33 +119,33 @@ class Division:
             return 0, sum(numels)
         return self.intervals(numels).of(self.comm.rank)
 
-    def with_shares_of(self, plan: Plan) -> Division:
-        """Return the division with the shares of a plan that differs in shares only."""
+    def with_shares_of(self, plan: Plan) -> ShardLayout:
+        """Return the layout with the shares of a plan that differs in shares only."""
         return replace(self, shares=plan.stages[0].shares)
 
     @classmethod
     def of_stage(
-        cls, plan: Plan, comm: Communicator, stage: int, team: Communicator | None
-    ) -> Division | None:
-        """Make the division of a stage among its workers; None if this rank is not a worker.
+        cls, plan: Plan, comm: Communicator, stage: int, tp_group: Communicator | None
+    ) -> ShardLayout | None:
+        """Make the layout of a stage among its workers; None if this rank is not a worker.
         Collective: creates process groups."""
         parts, zero_stage = plan.stages[stage].tensor, plan.zero_stage
-        together = team if team is not None and team.world > 1 else None
+        together = tp_group if tp_group is not None and tp_group.world > 1 else None
         of_parts = []
         for part in range(parts):
-            shares, more = plan.shares_among([stage], part), {"team": together, "part": part}
+            shares, more = plan.shares_among([stage], part), {"tp_group": together, "part": part}
             of_parts.append(cls._among(plan, comm, shares, zero_stage, parts=parts, **more))
         undivided = None
         if plan.stages[stage].has_mixed_degrees:
-            repeats = team.world if team is not None else 1
+            repeats = tp_group.world if tp_group is not None else 1
             shares = plan.shares_among([stage])
             undivided = cls._among(plan, comm, shares, zero_stage, repeats=repeats)
-        own = [division for division in of_parts if division is not None]
+        own = [layout for layout in of_parts if layout is not None]
         return replace(own[0], others=tuple(own[1:]), undivided=undivided) if own else None
 
     @classmethod
-    def of_stages(cls, plan: Plan, comm: Communicator, stages: Sequence[int]) -> Division | None:
-        """Make the division of several stages' common state; see `of_stage`."""
+    def of_stages(cls, plan: Plan, comm: Communicator, stages: Sequence[int]) -> ShardLayout | None:
+        """Make the layout of several stages' common state; see `of_stage`."""
         own = [number for number in plan.stages_of(comm.rank) if number in stages]
         repeats = [len(plan.get_tp_group(comm.rank, number)) for number in own]
         # Ranks of several stages do not synchronize in the middle of a step.
@@ -162,7 +162,7 @@ class Division:
         shares: Mapping[int, float],
         zero_stage: ZeroStage,
         **more: Any,
-    ) -> Division | None:
+    ) -> ShardLayout | None:
         own = comm.among(tuple(shares))
         if own is None:
             return None
@@ -173,13 +173,15 @@ class Division:
         return cls(zero_stage, of_ranks, own, ranks, first=first, on_host=on_host, **more)
 
     @classmethod
-    def of(cls, plan: Plan, comm: Communicator, team: Communicator | None = None) -> Division:
-        """Make the division of a plan of one stage on the ranks of `comm`. Collective: creates
+    def of(
+        cls, plan: Plan, comm: Communicator, tp_group: Communicator | None = None
+    ) -> ShardLayout:
+        """Make the layout of a plan of one stage on the ranks of `comm`. Collective: creates
         process groups."""
-        if team is not None:
-            division = cls.of_stage(plan, comm, 0, team)
-            assert division is not None, "every rank is a worker"
-            return division
+        if tp_group is not None:
+            layout = cls.of_stage(plan, comm, 0, tp_group)
+            assert layout is not None, "every rank is a worker"
+            return layout
         workers, multiple = plan.workers, plan.cut_multiple
         on_host = workers[comm.rank].state_on == "host"
         if plan.zero_stage == 0 or plan.sharding == "all":

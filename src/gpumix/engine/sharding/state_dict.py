@@ -116,10 +116,11 @@ def gather_full_state(
     return state
 
 
-def expand_packed(
+def expand_quantised(
     state: Mapping[str, torch.Tensor], inventory: ParameterIndex
 ) -> dict[str, torch.Tensor]:
-    """Return a state dict with packed weights as their library saves them: several tensors."""
+    """Return a state dict with quantised parameters as their library saves them, in several
+    tensors."""
     found: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         form = inventory.find_format(name)
@@ -194,7 +195,8 @@ def load_full_state(
 def _pack_entries(
     state: Mapping[str, torch.Tensor], inventory: ParameterIndex
 ) -> dict[str, torch.Tensor]:
-    """Return a state dict with packed weights as bytes, given so or as their library saves them."""
+    """Return a state dict with quantised parameters as bytes, given so or as their library saves
+    them."""
     found = dict(state)
     for name in inventory.names:
         form = inventory.find_format(name)
@@ -225,12 +227,12 @@ def check_names_and_shapes(
         if name in given and tuple(given[name]) != tuple(shape)
     ]
     found = [("missing", missing), ("unexpected", unexpected), ("another shape", differing)]
-    why = "; ".join(f"{kind}: {some_of(names)}" for kind, names in found if names)
+    why = "; ".join(f"{kind}: {join_some_names(names)}" for kind, names in found if names)
     if why:
         raise InputError(what, code=code, where=where, why=why, fix=fix)
 
 
-def some_of(names: Sequence[str]) -> str:
+def join_some_names(names: Sequence[str]) -> str:
     """Join the first few names, with the number of further names."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
@@ -324,7 +326,7 @@ def load_optimizer_state(
     absent = [name for name in state if name not in names]
     if absent:
         raise InputError(
-            f"the optimizer does not update {some_of(absent)}, for which there is state",
+            f"the optimizer does not update {join_some_names(absent)}, for which there is state",
             code="optimizer-state-mismatch",
             fix="give the optimizer the parameters that it had before",
         )

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumix.engine.quantised.packed_weight import PackedWeight
-from gpumix.engine.quantised.weight_formats import pack
+from gpumix.engine.quantised.quantised_parameter import QuantisedParameter
+from gpumix.engine.quantised.weight_formats import to_quantised_parameter
 from gpumix.engine.sequence_parallel.positions import PositionSharding
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.schema.errors import InputError
@@ -46,7 +46,7 @@ class ParameterSlot:
     @property
     def original(self) -> nn.Parameter:
         """The parameter that modules hold."""
-        packed = isinstance(self.parameter, PackedWeight)
+        packed = isinstance(self.parameter, QuantisedParameter)
         return self.parameter.original if packed else self.parameter  # type: ignore[attr-defined]
 
     @property
@@ -105,7 +105,7 @@ class ModelUnits:
             for slot in unit.slots:
                 p = slot.parameter
                 looks = [slot.name, tuple(p.shape), p.dtype, p.requires_grad]
-                if isinstance(p, PackedWeight):
+                if isinstance(p, QuantisedParameter):
                     looks.append(p.format.kind)
                 digest.update(("|".join(map(str, looks)) + "\n").encode())
         return digest.hexdigest()[:12]
@@ -286,7 +286,7 @@ def _slots(model: nn.Module) -> list[ParameterSlot]:
     slots = []
     for name, parameter in model.named_parameters():
         used = tuple(places[id(parameter)])
-        packed = pack(parameter, used[0][0])
+        packed = to_quantised_parameter(parameter, used[0][0])
         seen = parameter if packed is None else packed
         slots.append(ParameterSlot(name, seen, used, ParameterSlice(seen.shape)))
     return slots
@@ -341,7 +341,7 @@ def _is_setting(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def frozen_bytes(slots: Sequence[ParameterSlot], compute_dtype: torch.dtype) -> int:
+def count_frozen_bytes(slots: Sequence[ParameterSlot], compute_dtype: torch.dtype) -> int:
     """Count the bytes of frozen parameters, stored as gathered: floats in the compute dtype."""
     frozen = [(s.window.numel, s.parameter) for s in slots if not s.parameter.requires_grad]
     return sum(
@@ -350,12 +350,12 @@ def frozen_bytes(slots: Sequence[ParameterSlot], compute_dtype: torch.dtype) -> 
     )
 
 
-def packed_bytes(slots: Sequence[ParameterSlot]) -> int:
+def count_packed_bytes(slots: Sequence[ParameterSlot]) -> int:
     """Count the bytes of quantised parameters with their constants, equal in any compute dtype."""
-    return sum(s.window.numel for s in slots if isinstance(s.parameter, PackedWeight))
+    return sum(s.window.numel for s in slots if isinstance(s.parameter, QuantisedParameter))
 
 
-def buffer_bytes(model: nn.Module) -> int:
+def count_buffer_bytes(model: nn.Module) -> int:
     """Count the bytes of all buffers, which every rank holds in full."""
     unique: dict[int, torch.Tensor] = {id(b): b for b in model.buffers()}
     return sum(b.numel() * b.element_size() for b in unique.values())

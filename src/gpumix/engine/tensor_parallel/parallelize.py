@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.quantised.packed_weight import PackedWeight
+from gpumix.engine.quantised.quantised_parameter import QuantisedParameter
 from gpumix.engine.sequence_parallel.module_inputs import RegionBoundary, wrap_parent_forward
 from gpumix.engine.sequence_parallel.positions import PositionSharding
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
@@ -92,7 +92,7 @@ def select_whole_model(anatomy: ModelUnits) -> ModelPart:
 
 def parallelize_model(
     anatomy: ModelUnits,
-    team: Communicator,
+    tp_group: Communicator,
     plan: Mapping[str, str],
     *,
     part: ModelPart,
@@ -119,15 +119,15 @@ def parallelize_model(
             number of ranks, or nothing of the units is divided.
     """
     model = anatomy.root.module
-    degree = degree or team.world
+    degree = degree or tp_group.world
     check_heads(getattr(model, "config", None), degree)
     names = {id(module): name for name, module in model.named_modules()}
     inside = {id(module): unit.name for unit in anatomy.units for module in unit.module.modules()}
     own = _own_modules(anatomy, part, inside, whole)
     styles = {id(m): (m, s) for n, m in own if (s := _style(n, find_style(n, plan))) is not None}
     slots = [slot for unit in anatomy.all for slot in unit.slots]
-    each = degree // team.world
-    windows = _windows(styles, slots, PartIndex(team.rank * each, degree), names, inside)
+    first = PartIndex(tp_group.rank * (degree // tp_group.world), degree)
+    windows = _windows(styles, slots, first, names, inside)
     # A stage may have nothing to divide: BERT's embeddings are a unit.
     others = (n for n, m in model.named_modules() if inside.get(id(m), "") not in {"", *part.units})
     divided = any(
@@ -141,34 +141,34 @@ def parallelize_model(
             fix="give patterns of the names of linear layers inside of the units",
         )
     changes = ModuleChanges()
-    found = _with_windows(anatomy, windows, styles, team)
-    apart = _SequenceParallelUnits.of(team, found, sequence, styles, names) if sequence else None
-    if team.world == 1:
+    found = _with_windows(anatomy, windows, styles, tp_group)
+    units = (tp_group, found, sequence, styles, names)
+    apart = _SequenceParallelUnits.of(*units) if sequence else None
+    if tp_group.world == 1:
         return (found if apart is None else apart.mark_partial_gradients(found)), changes
     for name, module in own if "divided" in plan.values() else ():
         for key in [key for key, value in vars(module).items() if type(value) is int]:
             if find_style(f"{name}.{key}", plan) == "divided":
-                changes.make(module, key, _divide_attribute(module, key, team, name))
+                changes.make(module, key, _divide_attribute(module, key, tp_group, name))
     entrances: dict[str, RegionBoundary] = {}
     for number, (module, style) in styles.items():
         parent = names[number].rpartition(".")[0]
         if parent not in entrances:
             divided = apart is not None and inside.get(number) in apart.units
             entrances[parent] = RegionBoundary(
-                team,
+                tp_group,
                 shared=number in inside,
                 positions=apart.positions if apart is not None and divided else None,
                 early=apart is not None and parent in apart.early,
             )
-        changes.make(module, "forward", style.forward(module, entrances[parent], team))
-        for attribute, value in style.attributes(module, team).items():
+        changes.make(module, "forward", style.forward(module, entrances[parent], tp_group))
+        for attribute, value in style.attributes(module, tp_group).items():
             changes.make(module, attribute, value)
     for parent, of_parent in entrances.items():
         if of_parent.shared:
             module = model.get_submodule(parent)
-            changes.make(
-                module, "forward", wrap_parent_forward(get_unbound_forward(module), of_parent)
-            )
+            forward = wrap_parent_forward(get_unbound_forward(module), of_parent)
+            changes.make(module, "forward", forward)
     return (found if apart is None else apart.made(found, changes)), changes
 
 
@@ -188,7 +188,7 @@ class _SequenceParallelUnits:
     @classmethod
     def of(
         cls,
-        team: Communicator,
+        tp_group: Communicator,
         anatomy: ModelUnits,
         units: Collection[str],
         styles: Mapping[int, tuple[nn.Module, Style]],
@@ -204,7 +204,7 @@ class _SequenceParallelUnits:
         early = frozenset(parents - {unit.name for unit in anatomy.units})
         # A unit without divided modules is computed whole by all ranks of the group.
         divided = {name for name in units if any(_is_in(parent, name) for parent in parents)}
-        found = cls(PositionSharding(team), frozenset(divided), early)
+        found = cls(PositionSharding(tp_group), frozenset(divided), early)
         for unit in anatomy.all:
             for slot in unit.slots:
                 found._refuse_unclear(unit, slot, styles, names)
@@ -362,7 +362,7 @@ def _windows(
 
 def _refuse_packed(slot: ParameterSlot, parts: int) -> None:
     """Raise an InputError for a quantised weight: its bytes cannot be cut by rows or columns."""
-    if isinstance(slot.parameter, PackedWeight):
+    if isinstance(slot.parameter, QuantisedParameter):
         raise InputError(
             f"the quantised weight '{slot.name}' cannot be divided over {parts} ranks that compute "
             "together",
@@ -376,7 +376,7 @@ def _with_windows(
     anatomy: ModelUnits,
     windows: Mapping[str, ParameterSlice],
     styles: Mapping[int, tuple[nn.Module, Style]],
-    team: Communicator,
+    tp_group: Communicator,
 ) -> ModelUnits:
     """Return the anatomy with windows, and with the styles' partial gradients noted.
 
@@ -389,10 +389,10 @@ def _with_windows(
         first = windows.get(slot.name)
         if first is None:
             return slot
-        each = first.parts // team.world
+        each = first.parts // tp_group.world
         if each == 1:
             return replace(slot, window=first)
-        own = replace(first, parts=team.world, part=team.rank)
+        own = replace(first, parts=tp_group.world, part=tp_group.rank)
         of_parts = tuple(first.of_member(first.part + number) for number in range(each))
         return replace(slot, window=own, parts=of_parts)
 
@@ -414,12 +414,12 @@ def _is_in(name: str, outer: str) -> bool:
     return name == outer or name.startswith(f"{outer}.")
 
 
-def _divide_attribute(module: nn.Module, key: str, team: Communicator, name: str) -> int:
+def _divide_attribute(module: nn.Module, key: str, tp_group: Communicator, name: str) -> int:
     value = int(vars(module)[key])
-    if value % team.world:
+    if value % tp_group.world:
         raise InputError(
-            f"'{key}' of module '{name}' is {value}, which {team.world} ranks cannot divide",
+            f"'{key}' of module '{name}' is {value}, which {tp_group.world} ranks cannot divide",
             code="heads-not-divisible",
             fix="take another tensor parallel degree",
         )
-    return value // team.world
+    return value // tp_group.world

@@ -84,7 +84,8 @@ def resolve_tensor_plan(model: nn.Module, given: Mapping[str, Any] | None = None
     kind = str(getattr(getattr(model, "config", None), "model_type", ""))
     if kind not in PLANS_BY_MODEL_TYPE:
         raise InputError(
-            f"nothing says how a {type(model).__name__} is divided over the ranks of a team",
+            f"nothing says how a {type(model).__name__} is divided over the ranks of a "
+            "tensor-parallel group",
             code="tensor-plan-missing",
             fix="give a plan, such as `tensor_plan: {'blocks.*.up': colwise, 'blocks.*.down': "
             "rowwise}`, or use no tensor parallelism",

@@ -48,11 +48,13 @@ class Style:
         """
         return {}
 
-    def forward(self, module: nn.Module, entrances: RegionBoundary, team: Communicator) -> Forward:
+    def forward(
+        self, module: nn.Module, entrances: RegionBoundary, tp_group: Communicator
+    ) -> Forward:
         """Return the forward of the divided module, without a reference to the module."""
         return get_unbound_forward(module)
 
-    def attributes(self, module: nn.Module, team: Communicator) -> dict[str, Any]:
+    def attributes(self, module: nn.Module, tp_group: Communicator) -> dict[str, Any]:
         """Return further attributes of the module, changed for this rank's part."""
         return {}
 
@@ -80,13 +82,15 @@ class Colwise(Style):
             found["bias"] = _window(module, "bias", 0, seat, self.packed)
         return found
 
-    def forward(self, module: nn.Module, entrances: RegionBoundary, team: Communicator) -> Forward:
+    def forward(
+        self, module: nn.Module, entrances: RegionBoundary, tp_group: Communicator
+    ) -> Forward:
         parameters, transposed = module._parameters, _transposed(module)
 
         def forward(value: torch.Tensor) -> torch.Tensor:
             bias = parameters.get("bias")
             found = _product(entrances.enter(value), parameters["weight"], bias, transposed)
-            return gather_from_region(found, -1, team) if self.gathers_output else found
+            return gather_from_region(found, -1, tp_group) if self.gathers_output else found
 
         return forward
 
@@ -97,7 +101,9 @@ class Rowwise(Style):
     def windows(self, module: nn.Module, seat: PartIndex) -> dict[str, ParameterSlice]:
         return {"weight": _window(module, "weight", 1 - _get_output_dim(module), seat)}
 
-    def forward(self, module: nn.Module, entrances: RegionBoundary, team: Communicator) -> Forward:
+    def forward(
+        self, module: nn.Module, entrances: RegionBoundary, tp_group: Communicator
+    ) -> Forward:
         parameters, transposed = module._parameters, _transposed(module)
 
         def forward(value: torch.Tensor) -> torch.Tensor:
@@ -118,19 +124,21 @@ class EmbeddingRowwise(Style):
             raise ValueError("a table with `max_norm` is changed by looking things up")
         return {"weight": _window(module, "weight", 0, seat)}
 
-    def attributes(self, module: nn.Module, team: Communicator) -> dict[str, Any]:
+    def attributes(self, module: nn.Module, tp_group: Communicator) -> dict[str, Any]:
         padding = getattr(module, "padding_idx", None)
-        first, rows = _get_local_rows(module, team)
+        first, rows = _get_local_rows(module, tp_group)
         own = padding is not None and first <= padding < first + rows
         return {} if padding is None else {"padding_idx": padding - first if own else None}
 
-    def forward(self, module: nn.Module, entrances: RegionBoundary, team: Communicator) -> Forward:
-        inner, (first, rows) = get_unbound_forward(module), _get_local_rows(module, team)
+    def forward(
+        self, module: nn.Module, entrances: RegionBoundary, tp_group: Communicator
+    ) -> Forward:
+        inner, (first, rows) = get_unbound_forward(module), _get_local_rows(module, tp_group)
 
         def forward(numbers: torch.Tensor) -> torch.Tensor:
             there = (numbers >= first) & (numbers < first + rows)
             found = inner(torch.where(there, numbers - first, 0))
-            return reduce_from_region(found.masked_fill(~there.unsqueeze(-1), 0.0), team)
+            return reduce_from_region(found.masked_fill(~there.unsqueeze(-1), 0.0), tp_group)
 
         return forward
 
@@ -153,16 +161,18 @@ class ReplicatedInRegion(Style):
 class PositionBias(Style):
     """Attention of T5, taking and returning a bias of all heads, [1, heads, queries, keys]."""
 
-    def forward(self, module: nn.Module, entrances: RegionBoundary, team: Communicator) -> Forward:
+    def forward(
+        self, module: nn.Module, entrances: RegionBoundary, tp_group: Communicator
+    ) -> Forward:
         inner = get_unbound_forward(module)
 
         def forward(*args: Any, position_bias: Any = None, **kwargs: Any) -> Any:
             if position_bias is not None:
-                own = scatter_to_region(position_bias, 1, team)
+                own = scatter_to_region(position_bias, 1, tp_group)
                 output, _, *rest = inner(*args, position_bias=own, **kwargs)
                 return output, position_bias, *rest
             output, own, *rest = inner(*args, **kwargs)
-            return output, gather_from_region(own, 1, team), *rest
+            return output, gather_from_region(own, 1, tp_group), *rest
 
         return forward
 
@@ -227,11 +237,11 @@ def _product(
     return functional.linear(value, weight.T if transposed else weight, bias)
 
 
-def _get_local_rows(table: nn.Module, team: Communicator) -> tuple[int, int]:
+def _get_local_rows(table: nn.Module, tp_group: Communicator) -> tuple[int, int]:
     """Return the first row and the number of rows of a table on this rank."""
     assert isinstance(table, nn.Embedding)
-    count = table.num_embeddings // team.world
-    return team.rank * count, count
+    count = table.num_embeddings // tp_group.world
+    return tp_group.rank * count, count
 
 
 def _window(

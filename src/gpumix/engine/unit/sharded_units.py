@@ -25,7 +25,7 @@ from gpumix.cost.memory_layout.buffer_slots import (
     share_slots,
 )
 from gpumix.engine.comm.step_recorder import CurrentRecorder
-from gpumix.engine.loss.chunked_head import ChunkedHead
+from gpumix.engine.loss.chunked_cross_entropy import ChunkedCrossEntropy
 from gpumix.engine.sharding.bucket import Bucket, GatherBuffer
 from gpumix.engine.sharding.flat_group import (
     Dtypes,
@@ -34,7 +34,7 @@ from gpumix.engine.sharding.flat_group import (
     reserve_reduction_memory,
 )
 from gpumix.engine.sharding.shard import Source
-from gpumix.engine.sharding.shard_layout import Division
+from gpumix.engine.sharding.shard_layout import ShardLayout
 from gpumix.engine.sharding.unit_discovery import ModelUnits, ParameterSlot, Unit
 from gpumix.schema.plan.stage import Stage
 from gpumix.schema.profile.profile import ROOT
@@ -57,8 +57,8 @@ class ShardedUnit:
         self.trainable = any(p.requires_grad for p in unit.module.parameters())
 
     def taken(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the unit's arguments: with hidden states of this rank's positions only, if a team
-        divides positions."""
+        """Return the unit's arguments: with hidden states of this rank's positions only, with
+        sequence parallelism."""
         if self.positions is None:
             return args, kwargs
         return self.positions.divided(self.name, args, kwargs)
@@ -73,7 +73,7 @@ class ShardedUnits:
     this stage only, `shared` with other stages, among which they are sharded.
     """
 
-    division: Division
+    layout: ShardLayout
     units: dict[str, ShardedUnit]
     calls: tuple[str, ...]
     before: Bucket
@@ -81,7 +81,7 @@ class ShardedUnits:
     after: Bucket
     of_units: tuple[Bucket, ...]
     shared: tuple[Bucket, ...] = ()
-    head: ChunkedHead | None = None  # None: full logits
+    head: ChunkedCrossEntropy | None = None  # None: full logits
 
     @cached_property
     def always_used_buckets(self) -> tuple[Bucket, ...]:
@@ -95,7 +95,7 @@ class ShardedUnits:
     @cached_property
     def recorder(self) -> CurrentRecorder:
         """Recorder of executed work."""
-        return self.division.comm.recorder
+        return self.layout.comm.recorder
 
     @cached_property
     def last_call(self) -> int:
@@ -144,24 +144,24 @@ class Storage:
 
     Attributes:
         source: provides the initial values.
-        head: runs the head in chunks; None: full logits.
+        head: chunked cross-entropy; None: full logits.
     """
 
     device: torch.device
     dtypes: Dtypes
     source: Source
-    head: ChunkedHead | None = None
+    head: ChunkedCrossEntropy | None = None
 
 
 def shard(
     anatomy: ModelUnits,
     stage: Stage,
-    division: Division,
+    layout: ShardLayout,
     storage: Storage,
     *,
     shared: Sequence[Bucket] = (),
 ) -> ShardedUnits:
-    """Replace the parameters of a model by views of flat buffers sharded by `division`.
+    """Replace the parameters of a model by views of flat buffers sharded by `layout`.
 
     Args:
         anatomy: the stage's part of the model.
@@ -179,7 +179,7 @@ def shard(
     after = [others.pop(name) for name in stage.after]
 
     def request(name: str, slots: list[ParameterSlot], *uses: BucketLifetimes) -> _Request:
-        return _Request(name, FlatGroupSpec.among(slots, storage.dtypes, division), *uses)
+        return _Request(name, FlatGroupSpec.among(slots, storage.dtypes, layout), *uses)
 
     of_units, ends = (
         compute_bucket_lifetimes(sequence, len(rows)),
@@ -194,11 +194,11 @@ def shard(
         request(f"{ROOT} after", after, ends[1]),
         request(ROOT, list(others.values())),
     ]
-    *buckets, first, last, root = _allocate_buckets(requests, division, storage)
+    *buckets, first, last, root = _allocate_buckets(requests, layout, storage)
     _expect_reductions((*buckets, first, last, root), storage.head)
     units = {u.name: ShardedUnit(u, buckets[number[u.name]]) for u in anatomy.units}
     return ShardedUnits(
-        division,
+        layout,
         units,
         stage.units,
         before=first,
@@ -211,16 +211,16 @@ def shard(
 
 
 def make_shared_bucket(
-    slots: Sequence[ParameterSlot], division: Division, storage: Storage
+    slots: Sequence[ParameterSlot], layout: ShardLayout, storage: Storage
 ) -> Bucket:
     """Make the bucket of root parameters shared by several stages; see `shard`."""
-    request = _Request(ROOT, FlatGroupSpec.among(list(slots), storage.dtypes, division))
-    (bucket,) = _allocate_buckets([request], division, storage)
+    request = _Request(ROOT, FlatGroupSpec.among(list(slots), storage.dtypes, layout))
+    (bucket,) = _allocate_buckets([request], layout, storage)
     _expect_reductions([bucket], storage.head)
     return bucket
 
 
-def _expect_reductions(buckets: Iterable[Bucket], head: ChunkedHead | None) -> None:
+def _expect_reductions(buckets: Iterable[Bucket], head: ChunkedCrossEntropy | None) -> None:
     """Allocate reduction memory, shared by buckets in turn."""
     trained = [group for bucket in buckets for group in bucket.trainable]
     reserve_reduction_memory(trained)
@@ -228,10 +228,10 @@ def _expect_reductions(buckets: Iterable[Bucket], head: ChunkedHead | None) -> N
         head.add_to_gradients_of(trained)
 
 
-def make_standalone_unit(unit: Unit, division: Division, storage: Storage) -> ShardedUnit:
+def make_standalone_unit(unit: Unit, layout: ShardLayout, storage: Storage) -> ShardedUnit:
     """Make a unit in separate memory; see `shard`."""
-    request = _Request(unit.name, FlatGroupSpec.among(list(unit.slots), storage.dtypes, division))
-    return ShardedUnit(unit, *_allocate_buckets([request], division, storage))
+    request = _Request(unit.name, FlatGroupSpec.among(list(unit.slots), storage.dtypes, layout))
+    return ShardedUnit(unit, *_allocate_buckets([request], layout, storage))
 
 
 @dataclass(frozen=True)
@@ -246,8 +246,8 @@ class _Request:
         sizes = [alike.full_bytes for alike in self.alike]
         return Buffer(sum(map(align_size, sizes)), self.uses.gathered if shared else ALWAYS)
 
-    def gradient(self, division: Division) -> Buffer:
-        shared = not division.whole_gradients
+    def gradient(self, layout: ShardLayout) -> Buffer:
+        shared = not layout.whole_gradients
         sizes = [alike.gradient_bytes for alike in self.alike]
         return Buffer(sum(map(align_size, sizes)), self.uses.gradient if shared else ALWAYS)
 
@@ -258,7 +258,7 @@ class _Request:
 
     def bucket(
         self,
-        division: Division,
+        layout: ShardLayout,
         full: torch.Tensor,
         gradient: torch.Tensor,
         arrivals: GatherBuffer | None,
@@ -280,7 +280,7 @@ class _Request:
             )
             full = full[align_size(alike.full_bytes) :]
             gradient = gradient[align_size(alike.gradient_bytes) :]
-        return Bucket(self.name, groups, division, arrivals)
+        return Bucket(self.name, groups, layout, arrivals)
 
 
 def _arriving(alike: FlatGroupSpec, memory: torch.Tensor | None) -> torch.Tensor | None:
@@ -290,15 +290,15 @@ def _arriving(alike: FlatGroupSpec, memory: torch.Tensor | None) -> torch.Tensor
 
 
 def _allocate_buckets(
-    requests: Sequence[_Request], division: Division, storage: Storage
+    requests: Sequence[_Request], layout: ShardLayout, storage: Storage
 ) -> Iterator[Bucket]:
     device = storage.device
-    full = _SlotMemory([r.full(shared=not division.whole_parameters) for r in requests], device)
-    gradients = _SlotMemory([r.gradient(division) for r in requests], device)
+    full = _SlotMemory([r.full(shared=not layout.whole_parameters) for r in requests], device)
+    gradients = _SlotMemory([r.gradient(layout) for r in requests], device)
     sizes = [request.arriving for request in requests]
     arrivals = GatherBuffer(sizes, device) if any(map(sum, sizes)) else None
     for number, one in enumerate(requests):
-        yield one.bucket(division, full.of(number), gradients.of(number), arrivals, storage.source)
+        yield one.bucket(layout, full.of(number), gradients.of(number), arrivals, storage.source)
 
 
 class _SlotMemory:

@@ -37,7 +37,7 @@ from gpumix.engine.model.unit_values import (
     unflatten,
 )
 from gpumix.engine.offload.host_offload import OffloadedTensor, OffloadStore
-from gpumix.engine.sequence_parallel.collective_regions import own_part
+from gpumix.engine.sequence_parallel.collective_regions import get_own_part
 from gpumix.engine.sequence_parallel.positions import POSITION_DIM, is_divided
 from gpumix.engine.unit.boundary_checks import refuse_inputs, refuse_outputs
 from gpumix.engine.unit.sharded_units import ShardedUnit
@@ -74,7 +74,7 @@ class UnitBoundary:
         self.unit = unit
         self._sends = sends
         self.sent: list[torch.Tensor] = []
-        self._sent_by_all: list[int] = []  # places of outputs divided within a team
+        self._sent_by_all: list[int] = []  # places of outputs divided within the group
         self.weights: SplitBackward | None = None
         self._recompute = recompute
         self._host = host
@@ -172,8 +172,8 @@ class UnitBoundary:
         """Add the gradient of the output at `place`, received from another stage."""
         leaf = self._leaves[place]
         if place in self._sent_by_all:
-            assert self.unit.positions is not None, "a team's part of it was sent"
-            gradient = own_part(gradient, POSITION_DIM, self.unit.positions.team)
+            assert self.unit.positions is not None, "a tensor-parallel rank's part of it was sent"
+            gradient = get_own_part(gradient, POSITION_DIM, self.unit.positions.tp_group)
         if leaf is not None:  # else nothing trained precedes it
             leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 

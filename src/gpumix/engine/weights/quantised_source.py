@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from gpumix.engine.quantised.packed_weight import Part, Tensors, WeightFormat
+from gpumix.engine.quantised.quantised_parameter import InnerTensor, Tensors, WeightFormat
 from gpumix.engine.weights.file_parameter import ValueSource
 from gpumix.engine.weights.safetensors_files import FileTensor
 
 
 @dataclass(frozen=True)
-class PackedWeightSource(ABC):
+class QuantisedParameterSource(ABC):
     """A quantised weight, read from files as the vector of bytes that ranks divide."""
 
     format: WeightFormat
@@ -44,7 +44,7 @@ class PackedWeightSource(ABC):
 
 
 @dataclass(frozen=True)
-class QuantisedSource(PackedWeightSource):
+class QuantisedSource(QuantisedParameterSource):
     """A weight that files have quantised.
 
     Attributes:
@@ -63,7 +63,7 @@ class QuantisedSource(PackedWeightSource):
 
 
 @dataclass(frozen=True)
-class UnquantisedSource(PackedWeightSource):
+class UnquantisedSource(QuantisedParameterSource):
     """A weight that is quantised when it is read, in full and on the host: all ranks get equal
     bytes.
 
@@ -87,8 +87,8 @@ class UnquantisedSource(PackedWeightSource):
 class PartSource:
     """A tensor of a quantised weight."""
 
-    weight: PackedWeightSource
-    part: Part
+    weight: QuantisedParameterSource
+    part: InnerTensor
 
     @property
     def shape(self) -> torch.Size:

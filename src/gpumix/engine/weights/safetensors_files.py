@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from gpumix.schema.errors import InputError, MachineError
-from gpumix.schema.file_errors import why_unreadable
-from gpumix.schema.files import MARK_BYTES, name_of, open_for_reading, read_text
+from gpumix.schema.file_errors import explain_unreadable
+from gpumix.schema.files import MARK_BYTES, make_descriptor_path, open_for_reading, read_text
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -228,7 +228,7 @@ def open_safetensors(file: Path) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
         try:
             stream = stack.enter_context(open_for_reading(file))
-            name = name_of(stream.fileno(), file)
+            name = make_descriptor_path(stream.fileno(), file)
             opened = stack.enter_context(safe_open(name, framework="pt"))
         except MemoryError as error:  # of addresses: nothing is read yet
             raise MachineError(
@@ -251,6 +251,6 @@ def _make_unreadable_error(file: Path, error: Exception) -> InputError:
         "cannot read the weights",
         code="weights-unreadable",
         where=str(file),
-        why=why_unreadable(error) if isinstance(error, OSError) else str(error),
+        why=explain_unreadable(error) if isinstance(error, OSError) else str(error),
         fix=WHOLE_FILE,
     )

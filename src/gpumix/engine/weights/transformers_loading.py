@@ -23,9 +23,9 @@ from torch import nn
 from gpumix.engine.quantised.linear_layers import is_transposed
 from gpumix.engine.quantised.weight_formats import find_format
 from gpumix.engine.weights.file_parameter import FileParameter, ValueSource
-from gpumix.engine.weights.quantised_parameter import make_quantised_parameter
+from gpumix.engine.weights.quantised_file_parameter import make_quantised_parameter
 from gpumix.engine.weights.quantised_source import (
-    PackedWeightSource,
+    QuantisedParameterSource,
     QuantisedSource,
     UnquantisedSource,
 )
@@ -305,7 +305,7 @@ def _make_unknown_quantisation_error(name: str, quantises: Any) -> InputError:
     )
 
 
-def _install_quantised(owner: Any, source: PackedWeightSource) -> nn.Parameter:
+def _install_quantised(owner: Any, source: QuantisedParameterSource) -> nn.Parameter:
     """Return the parameter of a quantised weight, after its module got what belongs to it."""
     made: Any = make_quantised_parameter(source)
     if "quant_state" in vars(owner):

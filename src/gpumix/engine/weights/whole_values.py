@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from gpumix.engine.quantised.packed_weight import Installed
+from gpumix.engine.quantised.quantised_parameter import ModuleParameter
 from gpumix.engine.weights.file_parameter import get_source, has_source, read_values
-from gpumix.engine.weights.quantised_source import PackedWeightSource
+from gpumix.engine.weights.quantised_source import QuantisedParameterSource
 from gpumix.schema.errors import InputError
 
 
@@ -59,7 +59,7 @@ def with_values(layer: nn.Module) -> Iterator[None]:
     there stay, with their values."""
     held = {key: p for key, p in layer._parameters.items() if p is not None and has_source(p)}
     # Nobody changes quantised ones.
-    packed = [key for key, p in held.items() if isinstance(get_source(p), PackedWeightSource)]
+    packed = [key for key, p in held.items() if isinstance(get_source(p), QuantisedParameterSource)]
     made = {key: _make_parameter(key, parameter, layer) for key, parameter in held.items()}
     attributes = [one for installed in made.values() for one in installed.attributes]
     before = [(one.holder, one.key, one.holder.get(one.key)) for one in attributes]
@@ -86,12 +86,12 @@ def _is_read_from(parameter: nn.Parameter, now: nn.Parameter) -> bool:
 
 
 @torch.no_grad()
-def _make_parameter(name: str, parameter: nn.Parameter, owner: nn.Module) -> Installed:
+def _make_parameter(name: str, parameter: nn.Parameter, owner: nn.Module) -> ModuleParameter:
     """Return a parameter with values, quantised if it is to be."""
     source = get_source(parameter)
-    if isinstance(source, PackedWeightSource):
+    if isinstance(source, QuantisedParameterSource):
         made = source.format.restore(source.read_tensors())
-        return Installed(made, source.format.attributes(made, owner))
+        return ModuleParameter(made, source.format.attributes(made, owner))
     values = read_values(name, parameter, 0, parameter.numel()).view(parameter.shape)
     # a copy: files must not stay mapped
-    return Installed(nn.Parameter(values.clone(), requires_grad=parameter.requires_grad))
+    return ModuleParameter(nn.Parameter(values.clone(), requires_grad=parameter.requires_grad))

@@ -24,7 +24,7 @@ from gpumix.schema.profile.profile import (
 
 Base = Literal["16bit", "int8", "nf4", "nf4-double"]
 NF4_BLOCK, NESTED_BLOCK = 64, 256  # weights, and constants, that share a constant
-# Alignment of the tensors of a packed weight, and of packed weights, in the engine's buffers.
+# Alignment of a quantised parameter's tensors, and of such parameters, in the engine's buffers.
 PART_BYTES, WEIGHT_BYTES = 16, 64
 
 S = TypeVar("S", EndParameters, RootParameter)
@@ -56,7 +56,7 @@ class FineTuning:
         if self.base == "16bit":
             return 0
         return sum(
-            one.count * compute_packed_bytes(self.base, one.outputs, one.inputs)
+            one.count * compute_quantised_bytes(self.base, one.outputs, one.inputs)
             for one in block.linears
         )
 
@@ -87,7 +87,7 @@ class FineTuning:
 FULL = FineTuning()
 
 
-def compute_packed_bytes(base: Base, outputs: int, inputs: int) -> int:
+def compute_quantised_bytes(base: Base, outputs: int, inputs: int) -> int:
     """Return the bytes of a quantised matrix with its constants."""
     numel = outputs * inputs
     blocks = -(-numel // NF4_BLOCK)

@@ -96,7 +96,7 @@ def parse_cluster(
 
     Args:
         precision: compute dtypes.
-        network: the link between hosts, parsed by `schema.cluster.network.link`.
+        network: the link between hosts, parsed by `schema.cluster.network.parse_link`.
         option: the command-line option of `network`, for errors.
 
     Raises:
@@ -133,7 +133,7 @@ def parse_cluster(
     there = Cluster(
         classes=tuple(make_device_class(card) for _, card in sorted(known.items())),
         devices=tuple(_devices(hosts)),
-        network=network_of(list(known.values()), between),
+        network=make_network(list(known.values()), between),
     )
     return _with_peaks(there, known, precision)
 
@@ -161,7 +161,7 @@ def with_catalogue_cards(cluster: Cluster, precision: Precision) -> Cluster:
                 code="network-missing",
                 fix="state it in the cluster file: `network: {between: 25GbE}`",
             )
-        network = network_of(list(cards.values()), None)
+        network = make_network(list(cards.values()), None)
     else:
         new = {card.name: name for name, card in cards.items() if card.name != name}
         network = network.as_of(new).among([card.name for card in cards.values()])
@@ -268,13 +268,15 @@ def with_peak(device_class: DeviceClass, card: Card, dtype: ComputeDtype) -> Dev
     return device_class.model_copy(update={"peak_flops_per_s": get_peak_flops_per_s(card, dtype)})
 
 
-def network_of(known: list[Card], between: Link | None) -> Network:
+def make_network(known: list[Card], between: Link | None) -> Network:
     """Return the links of a cluster: equal cards use their own fabric, all other pairs the slower
     of the two PCIe slots."""
-    return Network(between=between, exceptions=links_inside({card.name: card for card in known}))
+    return Network(
+        between=between, exceptions=make_links_inside({card.name: card for card in known})
+    )
 
 
-def links_inside(known: Mapping[str, Card]) -> tuple[ClassPairLink, ...]:
+def make_links_inside(known: Mapping[str, Card]) -> tuple[ClassPairLink, ...]:
     """Return the links inside hosts between cards, by class name."""
     pairs = combinations_with_replacement(known, 2)
     return tuple(

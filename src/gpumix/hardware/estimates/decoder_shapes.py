@@ -65,8 +65,8 @@ class DividedDecoder:
 @dataclass(frozen=True)
 class Decoder:
     """The sizes of a decoder. `biased` marks linear layers with a bias: attention inputs, attention
-    output, feed-forward. For a rank of a tensor-parallel group (`team`) sizes are its part: heads,
-    inner width, vocabulary rows."""
+    output, feed-forward. For a rank of a tensor-parallel group, of `tp_size` ranks, sizes are its
+    part: heads, inner width, vocabulary rows."""
 
     hidden: int
     layers: int
@@ -88,7 +88,7 @@ class Decoder:
     divides_table: bool = True
     head_norms: int = 0  # part of `extra_norms` inside heads
     dropout: bool = False  # after a block's last product
-    team: int = 1
+    tp_size: int = 1
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -114,24 +114,24 @@ class Decoder:
             heads=self.heads // degree,
             kv_heads=self.kv_heads // degree,
             feed_forward=self.feed_forward // degree,
-            team=degree,
+            tp_size=degree,
         )
 
     @property
     def head_rows(self) -> int:
         """Rows of the vocabulary with logits computed by a rank."""
         alike = self.divides_table or not self.tied
-        return self.vocabulary // self.team if alike and self._divides else self.vocabulary
+        return self.vocabulary // self.tp_size if alike and self._divides else self.vocabulary
 
     @property
     def table_rows(self) -> int:
         """Rows of the vocabulary looked up by a rank."""
         alike = self.divides_table and self._divides
-        return self.vocabulary // self.team if alike else self.vocabulary
+        return self.vocabulary // self.tp_size if alike else self.vocabulary
 
     @property
     def _divides(self) -> bool:
-        return self.vocabulary % self.team == 0
+        return self.vocabulary % self.tp_size == 0
 
     @property
     def attention_width(self) -> int:
@@ -272,7 +272,9 @@ class Decoder:
             parameters=tuple(RootParameter(name=n, trainable=k) for n, k in sizes.items()),
             kept=_line(stream + 16 * tokens),
             head=_line(logits + 4 * stream, weight_left),
-            chunked_head=self._chunked_head(tokens, size) if self.team == 1 else None,
+            chunked_cross_entropy=self._chunked_cross_entropy(tokens, size)
+            if self.tp_size == 1
+            else None,
             flops=head_flops,
             backward_flops=2 * head_flops,
         )
@@ -335,9 +337,9 @@ class Decoder:
         inner = (2 if self.gated else 1) * self.feed_forward * max(1, self.experts_used)
         return inputs + inner + 4 * self.hidden
 
-    def _chunked_head(self, tokens: int, element_bytes: int) -> Curve:
-        """Return the bytes of a chunked head. Chunks double at points unknown here, so each point
-        uses the chunk of the next."""
+    def _chunked_cross_entropy(self, tokens: int, element_bytes: int) -> Curve:
+        """Return the bytes of chunked cross-entropy. Chunks double at points unknown here, so each
+        point uses the chunk of the next."""
         sizes = tuple(2.0**exponent for exponent in range(MOST_SAMPLES.bit_length()))
         stream = 4 * tokens * self.hidden * element_bytes
         chunks = (
@@ -363,7 +365,7 @@ class Decoder:
         return attention + inner + norms + 2 * self.hidden
 
 
-def decoder(config: Mapping[str, Any]) -> Decoder:
+def make_decoder(config: Mapping[str, Any]) -> Decoder:
     """Return the decoder described by a `config.json`.
 
     Raises:

@@ -12,16 +12,16 @@ from gpumix.hardware.estimates.gpu_catalogue import Card, find_card
 from gpumix.hardware.estimates.roofline import (
     BACKWARD_FLOPS,
     add_curves,
+    compute_host_optimizer_s_per_element,
     compute_moved_bytes,
-    forward_curve,
+    compute_optimizer_s_per_element,
     get_peak_flops_per_s,
     get_peak_fraction,
-    gradient_curve,
-    half_gradient_curve,
-    host_optimizer_s_per_element,
+    make_forward_curve,
+    make_gradient_curve,
+    make_half_gradient_curve,
     make_host_copy_curve,
     make_memory_curve,
-    optimizer_s_per_element,
 )
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import InputError
@@ -103,16 +103,17 @@ def estimate_class(
         flops, elements = unit.flops, unit.trainable
         weight_bytes = elements * DTYPE_BYTES[dtype] + unit.frozen_bytes
         moved_bytes = compute_moved_bytes(unit)
-        forward = forward_curve(card, dtype, flops, weight_bytes, moved_bytes)
+        forward = make_forward_curve(card, dtype, flops, weight_bytes, moved_bytes)
         backward_flops = 2 * flops if unit.backward_flops is None else unit.backward_flops
         products = backward_flops / BACKWARD_FLOPS
-        gradient = gradient_curve(card, dtype, products, elements, moved_bytes)
+        gradient = make_gradient_curve(card, dtype, products, elements, moved_bytes)
         if isinstance(unit, RootUnit):  # a look-up before the units; head and loss run in backward
             times[kind] = UnitTimes(
-                forward=forward_curve(card, dtype, 0.0, 0.0), backward=add_curves(forward, gradient)
+                forward=make_forward_curve(card, dtype, 0.0, 0.0),
+                backward=add_curves(forward, gradient),
             )
         else:
-            half = half_gradient_curve(card, dtype, flops, moved_bytes)
+            half = make_half_gradient_curve(card, dtype, flops, moved_bytes)
             unpacking = make_memory_curve(card, unit.unpacked_bytes)
             forward, gradient = add_curves(forward, unpacking), add_curves(gradient, unpacking)
             times[kind] = UnitTimes(
@@ -126,12 +127,14 @@ def estimate_class(
         device_class=name,
         units=times,
         # The number of products is equal; more additions to the weight's gradient are hidden.
-        chunked_head=times[ROOT].backward if model.root.chunked_head else None,
-        optimizer_s_per_element=optimizer_s_per_element(card, optimizer_bytes, optimizer_state),
+        chunked_cross_entropy=times[ROOT].backward if model.root.chunked_cross_entropy else None,
+        optimizer_s_per_element=compute_optimizer_s_per_element(
+            card, optimizer_bytes, optimizer_state
+        ),
         framework_bytes=FRAMEWORK_BYTES,
         host_copy=make_host_copy_curve(card),
         host_optimizer_s_per_element=host_part.devices
-        * host_optimizer_s_per_element(optimizer_bytes, optimizer_state),
+        * compute_host_optimizer_s_per_element(optimizer_bytes, optimizer_state),
         host_bytes=host_part.ram_bytes,
         estimated=True,
         compute_dtype=dtype,
@@ -279,8 +282,8 @@ def _scale_times(profile: ClassProfile, factor: float) -> ClassProfile:
         )
         for kind, times in profile.units.items()
     }
-    head = profile.chunked_head and profile.chunked_head.scaled(factor)
-    return profile.model_copy(update={"units": units, "chunked_head": head})
+    head = profile.chunked_cross_entropy and profile.chunked_cross_entropy.scaled(factor)
+    return profile.model_copy(update={"units": units, "chunked_cross_entropy": head})
 
 
 def make_slower_class(profile: ClassProfile, factor: float, name: str) -> ClassProfile:

@@ -187,7 +187,7 @@ class ChosenSettings:
         """Return the settings with a plain value for `name`."""
         plain = (PLAIN_EFFICIENCY.settings() | _PLAINEST)[name]
         changed = {name: plain} if name in SETTINGS_TABLE else {}
-        told = self._told(name, value=show(plain), why=why)
+        told = self._told(name, value=format_setting(plain), why=why)
         return ChosenSettings(self.efficiency.model_copy(update=changed), told)
 
     def with_reason(self, name: str, why: str) -> ChosenSettings:
@@ -204,7 +204,7 @@ class ChosenSettings:
 PLAIN_SETTINGS = ChosenSettings(PLAIN_EFFICIENCY, ())
 
 
-def choose(
+def choose_kernel_settings(
     spec: EfficiencySpec,
     cluster: Cluster,
     *,
@@ -234,24 +234,25 @@ def _chosen(spec: EfficiencySpec, at: KernelContext) -> ChosenSettings:
         SettingChoice(
             what="dtype", value=at.dtype, why=explain_compute_dtype(at.device_class, at.dtype)
         ),
-        SettingChoice(what="compile", value=show(at.compiled), why=compiled),
+        SettingChoice(what="compile", value=format_setting(at.compiled), why=compiled),
     ]
     settings: dict[str, Any] = {}
     for key, row in SETTINGS_TABLE.items():
         value, why = (pins[key], "as asked") if key in pins else row.auto(at)
         if key in pins and (obstacle := row.obstacle(at, value)):
             raise InputError(
-                f"device class '{name}' cannot have 'advanced.efficiency.{key}' {show(value)}",
+                f"device class '{name}' cannot have 'advanced.efficiency.{key}' "
+                f"{format_setting(value)}",
                 code="efficiency-not-possible",
                 why=obstacle,
                 fix=f"leave the class out: `advanced.efficiency.{key}: "
-                f"{{OTHER_CLASS: {show(value)}}}`",
+                f"{{OTHER_CLASS: {format_setting(value)}}}`",
             )
         settings[key] = value
-        choices.append(SettingChoice(what=key, value=show(value), why=why))
+        choices.append(SettingChoice(what=key, value=format_setting(value), why=why))
     return ChosenSettings(KernelSettings(**settings), tuple(choices))
 
 
-def show(value: bool | str) -> str:
+def format_setting(value: bool | str) -> str:
     """Format a value as written in a job."""
     return ("on" if value else "off") if isinstance(value, bool) else value

@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gpumix.hardware.estimates.decoder_shapes import Decoder, decoder, make_llama_like
+from gpumix.hardware.estimates.decoder_shapes import Decoder, make_decoder, make_llama_like
 from gpumix.schema.errors import InputError
-from gpumix.schema.file_errors import why_unreadable
+from gpumix.schema.file_errors import explain_unreadable
 from gpumix.schema.files import read_text
 from gpumix.schema.reading.error_location import locate_errors
 from gpumix.schema.reading.error_text import did_you_mean, find_nearest
@@ -69,9 +69,9 @@ def find_decoder(text: str) -> NamedDecoder:
     for path in _iterate_paths(name):
         if path.is_file():
             with locate_errors(path):
-                return NamedDecoder(name, decoder(read_config(path)))
+                return NamedDecoder(name, make_decoder(read_config(path)))
     if known := _index_names().get(_normalize(name)):
-        return NamedDecoder(known.id, decoder(known.config))
+        return NamedDecoder(known.id, make_decoder(known.config))
     raise _unknown(name)
 
 
@@ -94,7 +94,7 @@ def read_config(path: Path) -> dict[str, Any]:
             "cannot read the model's configuration",
             code="model-config-unreadable",
             where=str(path),
-            why=why_unreadable(error),
+            why=explain_unreadable(error),
             fix="give a config.json; without a job a size does too, such as 7B",
         ) from error
     if not isinstance(config, dict):

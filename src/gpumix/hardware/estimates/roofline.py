@@ -124,7 +124,7 @@ def get_peak_fraction(card: Card, dtype: ComputeDtype) -> PeakFraction:
     return (MATRIX_FRACTIONS if on_matrix_units else GENERAL_FRACTIONS)[card.target]
 
 
-def reached_flops_per_s(card: Card, dtype: ComputeDtype) -> float:
+def get_reached_flops_per_s(card: Card, dtype: ComputeDtype) -> float:
     """Return the FLOP/s likely to be reached."""
     peak, reach = get_peak_flops_per_s(card, dtype), get_peak_fraction(card, dtype)
     part = reach.part
@@ -133,7 +133,7 @@ def reached_flops_per_s(card: Card, dtype: ComputeDtype) -> float:
     return part * peak
 
 
-def forward_curve(
+def make_forward_curve(
     card: Card, dtype: ComputeDtype, flops: float, weight_bytes: float, moved_bytes: float = 0.0
 ) -> Curve:
     """Return the seconds of a unit's forward by samples.
@@ -142,11 +142,13 @@ def forward_curve(
         flops, moved_bytes: of a sample: its products, and the tensors that all else moves.
     """
     read_s = weight_bytes / _reached_bandwidth(card)
-    per_sample = flops / reached_flops_per_s(card, dtype) + moved_bytes / _reached_bandwidth(card)
+    per_sample = flops / get_reached_flops_per_s(card, dtype) + moved_bytes / _reached_bandwidth(
+        card
+    )
     return _curve(lambda n: LAUNCH_S + max(n * per_sample, read_s))
 
 
-def gradient_curve(
+def make_gradient_curve(
     card: Card, dtype: ComputeDtype, flops: float, elements: float, moved_bytes: float = 0.0
 ) -> Curve:
     """Return the seconds of a unit's backward with a saved graph.
@@ -156,16 +158,16 @@ def gradient_curve(
         elements: parameters that get a gradient.
     """
     added_s = elements * GRADIENT_BYTES / _reached_bandwidth(card)
-    products_s = BACKWARD_FLOPS * flops / reached_flops_per_s(card, dtype)
+    products_s = BACKWARD_FLOPS * flops / get_reached_flops_per_s(card, dtype)
     per_sample = products_s + BACKWARD_MOVES * moved_bytes / _reached_bandwidth(card)
     return _curve(lambda n: 2 * LAUNCH_S + n * per_sample + added_s)
 
 
-def half_gradient_curve(
+def make_half_gradient_curve(
     card: Card, dtype: ComputeDtype, flops: float, moved_bytes: float = 0.0
 ) -> Curve:
     """Return the seconds of a backward's input gradients: half of its products, and all else."""
-    products_s = BACKWARD_FLOPS / 2 * flops / reached_flops_per_s(card, dtype)
+    products_s = BACKWARD_FLOPS / 2 * flops / get_reached_flops_per_s(card, dtype)
     per_sample = products_s + BACKWARD_MOVES * moved_bytes / _reached_bandwidth(card)
     return _curve(lambda n: LAUNCH_S + n * per_sample)
 
@@ -196,7 +198,7 @@ def add_curves(one: Curve, other: Curve) -> Curve:
     return Curve(sizes=one.sizes, values=values)
 
 
-def optimizer_s_per_element(
+def compute_optimizer_s_per_element(
     card: Card, state_bytes: float, state: OptimizerState = "fp32"
 ) -> float:
     """Return the seconds to update an element, limited by memory; `state_bytes` are those of the
@@ -204,7 +206,9 @@ def optimizer_s_per_element(
     return _count_moved_bytes(state_bytes, state) / _reached_bandwidth(card)
 
 
-def host_optimizer_s_per_element(state_bytes: float, state: OptimizerState = "fp32") -> float:
+def compute_host_optimizer_s_per_element(
+    state_bytes: float, state: OptimizerState = "fp32"
+) -> float:
     """Return the seconds in which a host's cores update an element of its only device, limited by
     memory, in fp32 as on the device."""
     return _count_moved_bytes(state_bytes, state) / HOST_MEMORY_BANDWIDTH

@@ -16,8 +16,8 @@ from gpumix.hardware.estimates.cluster_shorthand import (
     check_count,
     check_vendors,
     find_class_card,
-    links_inside,
     make_device_class,
+    make_links_inside,
     read_link,
     split_count,
     with_peak,
@@ -116,14 +116,14 @@ def drop_devices(profile: Profile, gone: Collection[str]) -> Profile:
     left = {one.name for one in cluster.classes}
     classes = tuple(c for c in profile.classes if c.device_class in left)
     tp_profiles = tuple(
-        team.model_copy(
+        tp_profile.model_copy(
             update={
-                "classes": tuple(c for c in team.classes if c.device_class in left),
-                "told": {name: told for name, told in team.told.items() if name in left},
+                "classes": tuple(c for c in tp_profile.classes if c.device_class in left),
+                "told": {name: told for name, told in tp_profile.told.items() if name in left},
             }
         )
-        for team in profile.tp_profiles
-        if any(c.device_class in left for c in team.classes)
+        for tp_profile in profile.tp_profiles
+        if any(c.device_class in left for c in tp_profile.classes)
     )
     return profile.model_copy(
         update={"cluster": cluster, "classes": classes, "tp_profiles": tp_profiles}
@@ -169,7 +169,8 @@ def with_slower(profile: Profile, factors: Mapping[str, float]) -> Profile:
         }
     )
     tp_profiles = tuple(
-        team.model_copy(update=_slower_team(team, new)) for team in profile.tp_profiles
+        tp_profile.model_copy(update=_slow_down_tp_profile(tp_profile, new))
+        for tp_profile in profile.tp_profiles
     )
     slower = [make_slower_class(known[of], factor, name) for name, (of, factor) in new.items()]
     update = {
@@ -180,13 +181,13 @@ def with_slower(profile: Profile, factors: Mapping[str, float]) -> Profile:
     return drop_devices(profile.model_copy(update=update), ())
 
 
-def _slower_team(
-    team: TensorParallelProfile, new: Mapping[str, tuple[str, float]]
+def _slow_down_tp_profile(
+    tp_profile: TensorParallelProfile, new: Mapping[str, tuple[str, float]]
 ) -> dict[str, Any]:
-    known = {c.device_class: c for c in team.classes}
+    known = {c.device_class: c for c in tp_profile.classes}
     slower = [make_slower_class(known[of], f, name) for name, (of, f) in new.items() if of in known]
-    told = {name: team.told[of] for name, (of, _) in new.items() if of in team.told}
-    return {"classes": (*team.classes, *slower), "told": team.told | told}
+    told = {name: tp_profile.told[of] for name, (of, _) in new.items() if of in tp_profile.told}
+    return {"classes": (*tp_profile.classes, *slower), "told": tp_profile.told | told}
 
 
 def set_link_between_hosts(profile: Profile, text: str) -> Profile:
@@ -334,7 +335,9 @@ def _with_links(cluster: Cluster, new: Card) -> Network | None:
         return None
     others = [(c.name, find_class_card(c)) for c in cluster.classes]
     known = {name: card for name, card in others if card is not None}
-    links = (link for link in links_inside(known | {new.name: new}) if new.name in link.classes)
+    links = (
+        link for link in make_links_inside(known | {new.name: new}) if new.name in link.classes
+    )
     return cluster.network.model_copy(update={"exceptions": (*cluster.network.exceptions, *links)})
 
 
@@ -344,7 +347,7 @@ def _own_links(cluster: Cluster, between: Link) -> Network:
     known = {name: card for name, card in cards.items() if card is not None}
     if len(known) < len(cards):
         return Network(inside=between, between=between)
-    return Network(between=between, exceptions=links_inside(known))
+    return Network(between=between, exceptions=make_links_inside(known))
 
 
 def _compute_correction(profile: Profile) -> float:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from gpumix.hardware.host.cgroups import limit_host_bytes, read_memory_groups
 from gpumix.schema.errors import InputError
-from gpumix.schema.files import private_folder, read_log
+from gpumix.schema.files import make_private_folder, read_log
 
 if TYPE_CHECKING:
     from gpumix.hardware.estimates.kernel_choice import InstalledPackages
@@ -186,7 +186,7 @@ def keep_compiled_code() -> None:
     in the temporary folder, which torch makes as soon as parts of it are imported: call before.
     User settings are kept."""
     if _COMPILED not in os.environ:
-        os.environ[_COMPILED] = str(private_folder(cache_folder() / "inductor"))
+        os.environ[_COMPILED] = str(make_private_folder(cache_folder() / "inductor"))
 
 
 def cluster_file() -> Path | None:

@@ -62,7 +62,7 @@ def create_segment(size_bytes: int, *, named: bool = False) -> Iterator[SegmentP
         try:
             token = 0
             if named:
-                folder = stack.enter_context(files.scratch_folder(_find_root(), f"{_NAME}-"))
+                folder = stack.enter_context(files.make_scratch_folder(_find_root(), f"{_NAME}-"))
                 token = int.from_bytes(folder.name[-_TOKEN_BYTES:].encode(), "big")
                 descriptor = files.create_private_file(folder / "segment")
             else:

@@ -37,7 +37,7 @@ def build_capped_allocator() -> Path:
         BuildError: there is no compiler, the build fails, or the cache folder is not writable.
     """
     try:
-        folder = files.private_folder(cache_folder() / LIBRARY_FOLDER)
+        folder = files.make_private_folder(cache_folder() / LIBRARY_FOLDER)
         library = folder / f"capped_alloc-{_hash_build()}.so"
         if not _is_own_file(library):
             files.remove(library)

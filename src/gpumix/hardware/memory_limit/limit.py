@@ -138,7 +138,7 @@ class _CountedLimit(MemoryLimit):
     def __init__(self, library: Path) -> None:
         try:
             with files.open_trusted(library) as descriptor:
-                self._library = ctypes.CDLL(files.name_of(descriptor, library))
+                self._library = ctypes.CDLL(files.make_descriptor_path(descriptor, library))
         except OSError as error:
             raise BuildError(f"cannot load {library}: {error}") from error
         self._library.gpumix_set_cap.argtypes = (ctypes.c_int64, ctypes.c_char_p)

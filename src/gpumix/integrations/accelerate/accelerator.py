@@ -43,7 +43,7 @@ from gpumix.integrations.accelerate.clipping import select_clipped_pieces
 from gpumix.integrations.accelerate.loader import LoopLoader, get_current_part
 from gpumix.integrations.accelerate.loop_recorder import LoopRecorder
 from gpumix.integrations.accelerate.outputs import stand_in_loss
-from gpumix.integrations.accelerate.pending_objects import PendingObjects
+from gpumix.integrations.accelerate.prepared_objects import PreparedObjects
 from gpumix.integrations.accelerate.unequal_means import UnequalMeans
 from gpumix.integrations.accelerate.wrapped_model import LABELS, LoopLoss, WrappedModel
 from gpumix.integrations.common.batch_rows import PlannedRows, get_loop_rows, split_rows_equally
@@ -171,7 +171,7 @@ class Accelerator(accelerate.Accelerator):
         self._given = load_plan(plan)
         self._engine: Engine | None = None
         self._wrapped_model: WrappedModel | None = None
-        self._awaited = PendingObjects()
+        self._awaited = PreparedObjects()
         self._unequal_means = UnequalMeans(self.num_processes)
         self._alone: list[nn.Module] = []  # models called without a plan
 
@@ -320,7 +320,7 @@ class Accelerator(accelerate.Accelerator):
             ) from error
         if len(self._engine.plan.stages) > 1 or self._engine.plan.uses_tensor_parallel:
             raise InputError(
-                "the plan has several stages, or teams",
+                "the plan has several stages, or tensor parallelism",
                 code="plan-not-for-loops",
                 why="every rank of a loop calls the model, and looks at what it returns",
                 fix="make one with techniques.max_pipeline_stages=1 and "
@@ -338,7 +338,7 @@ class Accelerator(accelerate.Accelerator):
         self._wrapped_model = looped
         for optimizer in optimizers:
             self._take_over(optimizer, looped)
-        self._awaited = PendingObjects(
+        self._awaited = PreparedObjects(
             models=[one for one in self._awaited.models if one is not looped]
         )
 
@@ -513,7 +513,7 @@ class Accelerator(accelerate.Accelerator):
             self._record.finish(self._record.done)
             self._engine = self._wrapped_model = None
             del self._saver, self._record
-        self._awaited, self._alone = PendingObjects(), []
+        self._awaited, self._alone = PreparedObjects(), []
         return super().free_memory(*objects)
 
     # -- saving ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from gpumix.engine.loss.reduction import SUM, ReducedLoss, Rule
+from gpumix.engine.loss.reduction import SUM, ReducedLoss, ReductionRule
 from gpumix.integrations.accelerate.call_signature import ARGS, KWARGS
 from gpumix.schema.errors import InputError
 
@@ -50,7 +50,7 @@ class SumOfOutputs(ReducedLoss):
 
         super().__init__(computed, lambda batch: {})
 
-    def rules(self, batch: Any) -> tuple[Rule, ...]:
+    def rules(self, batch: Any) -> tuple[ReductionRule, ...]:
         return (SUM,)
 
 

@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from gpumix.engine.batch.batch_split import count_samples
 from gpumix.engine.engine import Engine
 from gpumix.engine.loss.loss_graph import kind_of
-from gpumix.engine.loss.reduction import SUM_AND_COUNT, ReducedLoss, Rule, integer_labels
+from gpumix.engine.loss.reduction import SUM_AND_COUNT, ReducedLoss, ReductionRule, integer_labels
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.rehearsal.loss_watch import REHEARSAL_STEPS
 from gpumix.engine.rehearsal.refusals import NOT_OF_PARTS
-from gpumix.engine.rehearsal.samples import is_any
+from gpumix.engine.rehearsal.samples import is_true_on_any_rank
 from gpumix.integrations.accelerate.call_signature import ARGS, KWARGS
 from gpumix.integrations.accelerate.loader import get_current_part
 from gpumix.integrations.accelerate.loop_recorder import LoopRecorder
@@ -87,11 +87,11 @@ class LoopLoss(ReducedLoss):
         self.is_watched = not by_loop
 
     @property
-    def rule(self) -> Rule | None:
+    def rule(self) -> ReductionRule | None:
         return SUM_AND_COUNT if self.by_loop else self._rule
 
     @rule.setter
-    def rule(self, rule: Rule | None) -> None:
+    def rule(self, rule: ReductionRule | None) -> None:
         self._rule = rule
 
     def __call__(
@@ -406,7 +406,7 @@ class WrappedModel(nn.Module):
         """Return True if the model computes a loss from given labels. Collective."""
         if self._has_loss is None:
             found = self._engine.outputs(call_model, batch).values()
-            self._has_loss = is_any(self._engine, any(map(has_loss, found)))
+            self._has_loss = is_true_on_any_rank(self._engine, any(map(has_loss, found)))
         return self._has_loss
 
     def _joined(self, outputs: Sequence[Any]) -> Any:

@@ -30,7 +30,7 @@ from gpumix.engine.model.equal_weights import check_equal_models
 from gpumix.engine.model.rng import preserve_all_rng
 from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
 from gpumix.engine.prepare import prepare
-from gpumix.engine.quantised.weight_formats import iterate_packed
+from gpumix.engine.quantised.weight_formats import iterate_quantised_parameters
 from gpumix.engine.sharding.initial_weights import check_has_values
 from gpumix.engine.sharding.unit_discovery import has_trainable_parameters
 from gpumix.engine.weights.file_parameter import has_source
@@ -177,7 +177,7 @@ def check_loaded_weights(model: nn.Module) -> None:
     check_has_values(model)
     flags = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
     quantised = any(getattr(model, flag, False) is True for flag in flags)
-    if quantised and not any(True for _ in iterate_packed(model)):
+    if quantised and not any(True for _ in iterate_quantised_parameters(model)):
         method = getattr(model, "quantization_method", None)
         by = f" by {getattr(method, 'value', method)}" if method is not None else ""
         raise InputError(
@@ -293,7 +293,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
 
 def without_weights(model: nn.Module) -> nn.Module:
     """Return a copy of a model with parameters that take no memory."""
-    packed = [one for _, one in iterate_packed(model)]
+    packed = [one for _, one in iterate_quantised_parameters(model)]
     quantised = {id(one.original) for one in packed}
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)

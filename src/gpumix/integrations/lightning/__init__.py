@@ -80,7 +80,7 @@ from gpumix.train.run_log import run_files  # noqa: E402
 
 __all__ = ["GpumixStrategy"]
 
-# A team would count samples twice.
+# Metrics in a tensor-parallel group would count samples twice.
 METRICS_SPACE = EVERYTHING.model_copy(update={"tensor_parallel_size": (1,)})
 ONE_OPTIMIZER = "return one torch optimizer, with or without schedulers"
 
@@ -230,9 +230,9 @@ class GpumixStrategy(StrategyCollectives, CheckpointStrategy):
         refuse_means(module, self._engine.comm.world)
         if metrics and self._engine.plan.uses_tensor_parallel:
             raise InputError(
-                "the plan has teams, and the module has metrics",
+                "the plan has tensor parallelism, and the module has metrics",
                 code="metrics-with-tensor-parallel",
-                why="each rank of a team would count the same samples",
+                why="each rank of a tensor-parallel group would count the same samples",
                 fix="make a plan with techniques.tensor_parallel_size=1",
             )
         if fitting:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from gpumix.engine.batch.batch_split import IGNORED_LABEL, count_samples
-from gpumix.engine.loss.reduction import SAMPLES, ReducedLoss, Rival
+from gpumix.engine.loss.reduction import SAMPLES, AlternativeRule, ReducedLoss
 
 MOST_TENSORS = 8  # of a batch, in which is counted
 SHIFTED = "shifted "  # without the first column
@@ -25,11 +25,13 @@ class UnlikeSamples(ReducedLoss):
 
     def __init__(self) -> None:
         super().__init__(lambda *_: torch.zeros(()), lambda batch: {})
-        self.rivals = (Rival(SAMPLES, 1.0),)  # unlike samples matter more than their padding
+        self.alternatives = (
+            AlternativeRule(SAMPLES, 1.0),
+        )  # unlike samples matter more than their padding
 
     def counts_by_row(self, batch: Any) -> Tensor:
         counted = [torch.ones(count_samples(batch), dtype=torch.float64)]
-        counted += [rows.double().cpu() for _, rows in _count_rows(batch, Everything())]
+        counted += [rows.double().cpu() for _, rows in _count_rows(batch, AllNames())]
         # Samples without any are chosen too, unlike those for a loss.
         return torch.stack(counted).nan_to_num() + 1.0
 
@@ -39,7 +41,7 @@ def count_in_batch(batch: Any, ways: Container[str]) -> dict[str, Tensor]:
     return {way: rows.sum() for way, rows in _count_rows(batch, ways)}
 
 
-class Everything(Container[str]):
+class AllNames(Container[str]):
     """Container of all names."""
 
     def __contains__(self, name: object) -> bool:

@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 
 
 def is_output_rank(plan: Plan, rank: int) -> bool:
-    """Return True for a team's first rank in the last stage: outputs of other ranks do not
-    count."""
+    """Return True for the first rank of a tensor-parallel group in the last stage: outputs of other
+    ranks do not count."""
     stage = len(plan.stages) - 1
     return stage in plan.stages_of(rank) and plan.get_tp_group(rank, stage)[0] == rank
 

@@ -3,7 +3,7 @@
 A module may log anything: a mean, a count, a maximum. A step computes the batch in micro-batches,
 and the module logs each. As with losses, a few samples are computed at once and in two unequal
 parts; the rules reproducing the full value are kept. Rules that no samples have told apart stay
-rivals; a batch for which they differ is compared before its values are used.
+alternative rules; a batch for which they differ is compared before its values are used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MEAN, SAMPLES, SUM, MAX, MIN = "mean", "samples", "sum", "max", "min"
 DIVIDED = "divided"  # a mean weighted by the denominators in the values' graphs
 LOSS = "loss"  # a mean weighted like the loss, although the module gives a `batch_size`
 UNWEIGHTED = (SUM, MAX, MIN)  # all other rules are means
-MAX_COMPARISONS = 24  # of a value, until the first of its rivals is taken
+MAX_COMPARISONS = 24  # of a value, until the first of its alternative rules is taken
 RELATIVE, ABSOLUTE = 1e-4, 1e-7
 
 
@@ -42,7 +42,7 @@ class CombiningRules:
 
     @property
     def found(self) -> set[str]:
-        """Rules in use, rivals too."""
+        """Rules in use, alternative rules too."""
         return {way for ways in self._ways.values() for way in ways}
 
     @property

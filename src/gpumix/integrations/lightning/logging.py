@@ -29,7 +29,7 @@ from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.loss.loss_graph import find_denominators
 from gpumix.integrations.common.forward import detach_leaf
 from gpumix.integrations.common.gather import gather_texts
-from gpumix.integrations.lightning.batch_counts import Everything, count_in_batch
+from gpumix.integrations.lightning.batch_counts import AllNames, count_in_batch
 from gpumix.integrations.lightning.logged_value_rules import (
     DIVIDED,
     LOSS,
@@ -196,7 +196,7 @@ class StepLogs:
     @contextmanager
     def micro_batch(self, weight: Tensor, batch: Any) -> Iterator[MicroBatchLog]:
         """Receive values of a micro-batch inside the context; drop the values of a failed one."""
-        ways = Everything() if self._reads_all else self._ways.found
+        ways = AllNames() if self._reads_all else self._ways.found
         with self._noted(weight, batch, ways) as noted:
             yield noted
         if self._tells:
@@ -205,7 +205,7 @@ class StepLogs:
     @contextmanager
     def part(self, weight: Tensor, batch: Any, told: list[LoggedPart]) -> Iterator[MicroBatchLog]:
         """Receive values of compared samples inside the context; append them to `told`."""
-        with self._noted(weight, batch, Everything()) as noted:
+        with self._noted(weight, batch, AllNames()) as noted:
             yield noted
         values, weights = {}, {}
         for one in noted.values:

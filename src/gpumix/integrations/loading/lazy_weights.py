@@ -31,8 +31,8 @@ from gpumix.engine.weights.transformers_loading import LoadingRecorder
 from gpumix.engine.weights.whole_values import read_all_values
 from gpumix.hardware.host.replaced_attributes import replace_attributes
 from gpumix.integrations.common.optional_dependency import require_attributes, require_packages
-from gpumix.integrations.loading.missing_parameters import on_host
-from gpumix.integrations.loading.peft_layers import teach_peft, wrap_method
+from gpumix.integrations.loading.missing_parameters import pretend_on_host
+from gpumix.integrations.loading.peft_layers import patch_peft, wrap_method
 from gpumix.schema.errors import InputError, get_first_line
 
 TESTED = ">=5.15,<6"
@@ -80,7 +80,7 @@ def lazy_weights() -> Iterator[None]:
     from transformers import PreTrainedModel
 
     require_attributes(PreTrainedModel, [LOAD, INITIALISE], package="transformers", tested=TESTED)
-    teach_peft()
+    patch_peft()
     _teach_transformers()
     ours = {
         LOAD: staticmethod(partial(_load, getattr(PreTrainedModel, LOAD))),
@@ -124,7 +124,7 @@ def _load(
 
 def _initialise(model: Any, stock: Callable[..., None], *given: Any, **named: Any) -> None:
     """Initialise the parameters that files lack, by transformers' method."""
-    with on_host(model):
+    with pretend_on_host(model):
         stock(model, *given, **named)
 
 

@@ -73,7 +73,7 @@ _OWN = frozenset(_HostParameter.__annotations__)
 
 
 @contextmanager
-def on_host(model: nn.Module) -> Iterator[None]:
+def pretend_on_host(model: nn.Module) -> Iterator[None]:
     """Let parameters in files look inside the context as if they had been loaded."""
     places = [
         (module, key, parameter)

@@ -21,7 +21,7 @@ LOOK = "_get_base_layer_device_and_dtype"
 
 
 @cache
-def teach_peft() -> None:
+def patch_peft() -> None:
     """Let PEFT put adapters on layers with weights in files. Other layers keep PEFT's own code."""
     if find_spec("peft") is None:
         return

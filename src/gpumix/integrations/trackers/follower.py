@@ -19,7 +19,7 @@ from gpumix.integrations.trackers.metric_names import NUMERIC_KINDS
 from gpumix.schema.files import (
     LINE_BYTES,
     MARK_BYTES,
-    folder_for_library,
+    make_library_folder,
     open_for_reading,
     open_lock_file,
     read_text,
@@ -89,7 +89,7 @@ def lock_position(
     Args:
         since: when the run began; 0 if it resumes.
     """
-    folder = folder_for_library(output / run_files.TRACKERS)
+    folder = make_library_folder(output / run_files.TRACKERS)
     path = folder / f"{tracker}.json"
     with os.fdopen(open_lock_file(folder / f"{tracker}.lock"), "r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # waits for a process about to end

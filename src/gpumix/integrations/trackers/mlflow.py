@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, TrackedRun, strip_secrets
-from gpumix.schema.files import folder_for_library
+from gpumix.schema.files import make_library_folder
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import MlflowSpec
 
@@ -40,7 +40,7 @@ class Mlflow:
         import logging
 
         if self._settings.uri is None:
-            folder_for_library(self._folder, "mlflow*")
+            make_library_folder(self._folder, "mlflow*")
         import mlflow
 
         logging.getLogger("alembic").setLevel(logging.WARNING)  # its creation of tables

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, TrackedRun
-from gpumix.schema.files import folder_for_library
+from gpumix.schema.files import make_library_folder
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import TensorBoardSpec
 
@@ -37,7 +37,7 @@ class TensorBoard:
     def prepare(self) -> None:
         from tensorboard.summary.writer import event_file_writer  # noqa: F401
 
-        folder_for_library(self._folder)
+        make_library_folder(self._folder)
 
     def begin(self, run: TrackedRun) -> str:
         from tensorboard.compat.proto.event_pb2 import Event as Record

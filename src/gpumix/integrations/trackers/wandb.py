@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, TrackedRun, Tracker
-from gpumix.schema.files import folder_for_library
+from gpumix.schema.files import make_library_folder
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import WandbSpec
 
@@ -30,9 +30,9 @@ class Wandb(Tracker):
         self._step = 0
 
     def prepare(self) -> None:
-        folder_for_library(self._folder, "wandb")
+        make_library_folder(self._folder, "wandb")
         if (self._folder / "wandb").is_dir():
-            folder_for_library(self._folder / "wandb")
+            make_library_folder(self._folder / "wandb")
         import wandb  # noqa: F401
 
     def begin(self, run: TrackedRun) -> str:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from gpumix.engine.access_between_steps import get_access_between_steps
-from gpumix.engine.access_between_steps import whole as whole_model
+from gpumix.engine.access_between_steps import summon_full_params as whole_model
 from gpumix.engine.sharding.unit_discovery import has_trainable_parameters
 from gpumix.engine.weights.whole_values import read_all_values
 from gpumix.integrations.common.plan_and_shard import get_world_size

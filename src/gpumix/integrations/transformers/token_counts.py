@@ -46,7 +46,7 @@ class TokenCounts:
 
     def _counted(self, inputs: Any) -> dict[str, Any]:
         """Return this rank's samples, or none if another rank counts them: all stages, and all
-        ranks of a team, have equal samples."""
+        ranks of a tensor-parallel group, have equal samples."""
         assert self._engine is not None
         plan, rank = self._engine.plan, self._engine.comm.rank
         stage = plan.stages_of(rank)[0]

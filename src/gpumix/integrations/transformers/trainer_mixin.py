@@ -248,12 +248,12 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
         if self.optimizer is None and is_overridden(self, "create_optimizer", PlannedTrainerMixin):
             self.create_optimizer()  # by the program, for full parameters
         specimen = find_example(dataset, collate)
-        steps = self._accumulation_steps
-        self._loss = TrainerLoss(self, steps=steps, samples=self._global_batch // steps)
+        steps, samples = self._accumulation_steps, self._global_batch
+        self._loss = TrainerLoss(self, steps=steps, samples=samples // steps)
         training = TrainingSetup(
             specimen.batch,
             sequence_length=specimen.sequence_length,
-            global_batch=self._global_batch,
+            global_batch=samples,
             loss=self._loss,
             optimizer=make_factory_from_trainer(self),
             precision=precision_of(args, model),
@@ -263,7 +263,6 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
             told=f"{type(self).__name__} {args.optim} {type(self.optimizer).__name__}",
             couples=self._couples,
         )
-        samples = self._global_batch
         plan = self._given or load_earlier_plan(self._goes_on, model, global_batch=samples)
         with self._folded(), self._loss.in_one_process(), self._measured():
             self._engine = shard_by_plan(model, training, plan=plan, folder=self._folder)

@@ -28,7 +28,7 @@ from gpumix.launch.ranks.host_ranks import (
     wait_for_ranks,
 )
 from gpumix.schema.errors import GpumixError
-from gpumix.train.processes.tcp_liveness import has_visitors, listen_at
+from gpumix.train.processes.tcp_connections import has_visitors, listen_at
 
 LOOPBACK = "127.0.0.1"
 STORE_KEPT_S = 300.0  # time the first host keeps the store for ranks elsewhere
@@ -100,10 +100,10 @@ def _open_server(share: HostAssignment) -> socket.socket:
 
 def _serve(server: socket.socket, share: HostAssignment) -> object:
     """Serve the store; ranks connecting earlier wait, as the port is open."""
-    from gpumix.train.processes.store import store_on
+    from gpumix.train.processes.store import create_store
 
     with server:
-        return store_on(server, share.address)
+        return create_store(server, share.address)
 
 
 def _keep_store(port: int, orders: Orders) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpumix.planner.common.strategy import PlanRequest, get_prediction, ranked_devices
+from gpumix.planner.common.strategy import PlanRequest, get_prediction, list_devices_by_rank
 from gpumix.planner.data_parallel.search import plan_one_stage
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan
@@ -39,7 +39,7 @@ def iterate_class_requests(
     profile: Profile, request: PlanRequest
 ) -> Iterator[tuple[str, PlanRequest]]:
     """Yield each class by name, with the request for its devices alone."""
-    devices = ranked_devices(profile, request)
+    devices = list_devices_by_rank(profile, request)
     for name in sorted({d.device_class for d in devices}):
         alone = tuple(d.id for d in devices if d.device_class == name)
         yield name, request.model_copy(update={"devices": alone})

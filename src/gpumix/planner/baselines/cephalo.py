@@ -23,12 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from gpumix.cost.memory_layout.curves import FloatArray, IntArray, MicroBatches
-from gpumix.cost.step_time import pass_seconds
+from gpumix.cost.step_time import compute_pass_seconds
 from gpumix.planner.common.class_split import ClassSplit
+from gpumix.planner.common.policy_shortage import compute_shortage, make_policy_error
 from gpumix.planner.common.score import DeviceLoad, compute_share_capacities
 from gpumix.planner.common.sharding_setting import ShardingSetting, make_setting
-from gpumix.planner.common.strategy import PlanRequest, ranked_devices
-from gpumix.planner.common.why_policy_does_not_fit import compute_shortage, make_policy_error
+from gpumix.planner.common.strategy import PlanRequest, list_devices_by_rank
 from gpumix.planner.data_parallel.branch_and_bound import find_fill_level
 from gpumix.planner.data_parallel.knapsack import FULL_STATE_SHARE
 from gpumix.schema.cluster.cluster import Device
@@ -55,7 +55,7 @@ def plan_cephalo(profile: Profile, request: PlanRequest) -> Plan:
     return task.plan(task.factor())
 
 
-def solve(profile: Profile, request: PlanRequest, *, factor: int = 1) -> Plan:
+def plan_at_factor(profile: Profile, request: PlanRequest, *, factor: int = 1) -> Plan:
     """Plan by Cephalo's rules at a given factor, regardless of run time; factor 1 is exact.
 
     Raises:
@@ -91,7 +91,7 @@ class _Task:
 
     @classmethod
     def of(cls, profile: Profile, request: PlanRequest) -> _Task:
-        devices = ranked_devices(profile, request)
+        devices = list_devices_by_rank(profile, request)
         if request.global_batch < len(devices):
             raise InputError(
                 f"a global batch of {request.global_batch} has no sample for each of "
@@ -175,7 +175,7 @@ class _Task:
             )
         options = {name: self._options(name, width + 1, factor) for name in self.equal.classes}
         of_device = [options[name] for name in self.names]
-        for solution in solutions(of_device, width):
+        for solution in iterate_solutions(of_device, width):
             chosen = tuple(zip(of_device, solution))
             if _all_even(chosen) or _room_for_state(chosen):
                 return chosen
@@ -188,7 +188,7 @@ class _Task:
         room = compute_share_capacities(self.unequal, name, micro, mode)
         fits = even | (room >= 0)
         evenly, unevenly = (
-            np.add(*pass_seconds(setting.profile, name, setting.links, micro, mode))
+            np.add(*compute_pass_seconds(setting.profile, name, setting.links, micro, mode))
             for setting in (self.equal, self.unequal)
         )
         seconds = np.where(even, evenly, unevenly)
@@ -252,7 +252,7 @@ def _shares(solution: Sequence[tuple[_Options, int]]) -> list[float]:
 # -- the dynamic program ---------------------------------------------------------------------------
 
 
-def solutions(devices: Sequence[_Options], width: int) -> Iterator[tuple[int, ...]]:
+def iterate_solutions(devices: Sequence[_Options], width: int) -> Iterator[tuple[int, ...]]:
     """Yield the fastest solution of each sum of sizes, as the option of each device; the fastest
     sum first, on ties the smallest.
 

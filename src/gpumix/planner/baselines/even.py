@@ -13,7 +13,8 @@ import numpy as np
 
 from gpumix.cost.memory_layout.curves import IntArray, MicroBatches
 from gpumix.cost.network.buckets import Buckets
-from gpumix.cost.peak_memory import Activations, OwnedState, compute_owned_state, free_bytes
+from gpumix.cost.peak_memory import Activations, OwnedState, compute_free_bytes, compute_owned_state
+from gpumix.planner.common.policy_shortage import Shortage, make_policy_error
 from gpumix.planner.common.score import (
     DeviceLoad,
     compute_host_excess_bytes,
@@ -21,8 +22,7 @@ from gpumix.planner.common.score import (
     predict_load_step_seconds,
 )
 from gpumix.planner.common.sharding_setting import ShardingSetting
-from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, ranked_devices
-from gpumix.planner.common.why_policy_does_not_fit import Shortage, make_policy_error
+from gpumix.planner.common.strategy import DevicePart, PlanRequest, build_plan, list_devices_by_rank
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.optimizer_state import get_cut_multiple
@@ -47,7 +47,7 @@ def iterate_even_plans(profile: Profile, request: PlanRequest) -> Iterator[Plan]
     Raises:
         InputError, NoFeasiblePlanError: as `even`.
     """
-    devices = ranked_devices(profile, request)
+    devices = list_devices_by_rank(profile, request)
     ranks, batch = len(devices), request.global_batch
     if batch < ranks:
         raise InputError(
@@ -135,6 +135,8 @@ def _compute_excess_bytes(
     micro = MicroBatches.of(np.full(len(sizes), kind.samples), sizes)
     held = Activations(setting.profile.model_of(kind.name), micro, mode)
     peaks = setting.memory.peaks(held, [kind.owned] * len(sizes))
-    over = np.asarray([sum(p.values()) for p in peaks]) - free_bytes(setting.profile, kind.name)
+    over = np.asarray([sum(p.values()) for p in peaks]) - compute_free_bytes(
+        setting.profile, kind.name
+    )
     over_host = compute_host_excess_bytes(setting, kind.name, micro, mode).astype(np.int64)
     return over, over_host

@@ -14,8 +14,9 @@ from math import ceil
 import numpy as np
 
 from gpumix.cost.memory_layout.curves import FloatArray, IntArray, interpolate_bytes
-from gpumix.cost.peak_memory import element_bytes, free_bytes
+from gpumix.cost.peak_memory import compute_free_bytes, get_element_bytes
 from gpumix.cost.predict import predict
+from gpumix.planner.common.policy_shortage import NearestMiss
 from gpumix.planner.common.stage_preconditions import (
     SINGLE_DEVICE_TECHNIQUES,
     check_space_includes,
@@ -25,9 +26,8 @@ from gpumix.planner.common.strategy import (
     PlanRequest,
     get_prediction,
     is_within_memory,
-    ranked_devices,
+    list_devices_by_rank,
 )
-from gpumix.planner.common.why_policy_does_not_fit import NearestMiss
 from gpumix.planner.pipeline_parallel.candidate import Cut, UncutCandidate, build_staged_plan
 from gpumix.planner.pipeline_parallel.stage_memory import StageMemory
 from gpumix.planner.pipeline_parallel.stage_modes import (
@@ -54,7 +54,7 @@ def plan_naive_model_parallel(profile: Profile, request: PlanRequest) -> Plan:
         NoFeasiblePlanError: the devices cannot hold the model and one sample, or the techniques
             asked for were not measured on them.
     """
-    devices = ranked_devices(profile, request)
+    devices = list_devices_by_rank(profile, request)
     refuse_one_stage(profile, devices)
     check_space_includes(request.space, SINGLE_DEVICE_TECHNIQUES)
     devices = _select_largest_devices(profile, request, devices)
@@ -88,7 +88,7 @@ def _select_largest_devices(
             code="too-few-units",
             fix="use fewer devices, or `strategy: staged`, which puts several devices in a stage",
         )
-    by_room = sorted(devices, key=lambda d: -free_bytes(profile, d.device_class))
+    by_room = sorted(devices, key=lambda d: -compute_free_bytes(profile, d.device_class))
     kept = set(by_room[:most])
     return tuple(device for device in devices if device in kept)
 
@@ -123,10 +123,10 @@ def _cut_by_memory(profile: Profile, way: UncutCandidate, count: int) -> Cut:
     def filled(stage: int, begin: IntArray, end: IntArray) -> FloatArray:
         (device,) = way.row[stage]
         name = device.device_class
-        each, _ = element_bytes(profile, name, zero_stage=0)
+        each, _ = get_element_bytes(profile, name, zero_stage=0)
         left = _sum_kept_bytes(profile, way, stage) * min(count, len(way.row) - stage)
         part = room.elements(begin, end) * each + left[end] - left[begin]
-        return np.asarray(part / max(1, free_bytes(profile, name)))
+        return np.asarray(part / max(1, compute_free_bytes(profile, name)))
 
     return tuple(_minimize_largest_stage(edges, len(way.row), filled))
 

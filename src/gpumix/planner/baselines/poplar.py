@@ -17,12 +17,12 @@ import numpy.typing as npt
 
 from gpumix.cost.memory_layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.network.collective_times import make_free_collectives
-from gpumix.cost.step_time import pass_seconds
+from gpumix.cost.step_time import compute_pass_seconds
 from gpumix.planner.common.class_split import ClassSplit, apportion, split_with_equal_shares
+from gpumix.planner.common.policy_shortage import iterate_shortages, make_policy_error
 from gpumix.planner.common.score import compute_share_capacities, iterate_even_settings
 from gpumix.planner.common.sharding_setting import ShardingSetting
-from gpumix.planner.common.strategy import PlanRequest, ranked_devices
-from gpumix.planner.common.why_policy_does_not_fit import iterate_shortages, make_policy_error
+from gpumix.planner.common.strategy import PlanRequest, list_devices_by_rank
 from gpumix.planner.data_parallel.class_options import TOLERANCE
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
@@ -38,7 +38,7 @@ def plan_poplar(profile: Profile, request: PlanRequest) -> Plan:
         NoFeasiblePlanError: at every stage a device cannot hold a share and one sample, or the
             devices cannot hold the batch.
     """
-    devices, batch = ranked_devices(profile, request), request.global_batch
+    devices, batch = list_devices_by_rank(profile, request), request.global_batch
     ways = list(iterate_even_settings(profile, devices, request.space))
     tried = [_divide_samples(setting, mode, batch) for setting, mode in ways]
     found = [division for division in tried if division is not None]
@@ -89,7 +89,7 @@ def _speed(setting: ShardingSetting, name: str, mode: Mode, batch: int) -> _Spee
     sizes = np.arange(1, setting.largest_micro_batch(name, batch) + 1)
     micro = MicroBatches.of(sizes, sizes)
     free = make_free_collectives(setting.links.buckets)
-    forward, backward = pass_seconds(setting.profile, name, free, micro, mode)
+    forward, backward = compute_pass_seconds(setting.profile, name, free, micro, mode)
     fits = np.logical_and.accumulate(_fits(setting, name, micro, mode))
     return _Speed(name, len(setting.classes[name]), (forward + backward)[fits])
 

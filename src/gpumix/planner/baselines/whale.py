@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpumix.cost.memory_layout.curves import FloatArray, IntArray, MicroBatches
-from gpumix.cost.peak_memory import usable_bytes
+from gpumix.cost.peak_memory import compute_usable_bytes
 from gpumix.planner.common.class_split import ClassSplit, Runs, apportion
+from gpumix.planner.common.policy_shortage import iterate_shortages, make_policy_error
 from gpumix.planner.common.score import (
     DeviceLoad,
     compute_peak_bytes,
@@ -25,8 +26,7 @@ from gpumix.planner.common.score import (
     iterate_even_settings,
 )
 from gpumix.planner.common.sharding_setting import ShardingSetting
-from gpumix.planner.common.strategy import PlanRequest, ranked_devices
-from gpumix.planner.common.why_policy_does_not_fit import iterate_shortages, make_policy_error
+from gpumix.planner.common.strategy import PlanRequest, list_devices_by_rank
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
@@ -42,8 +42,8 @@ def plan_proportional(profile: Profile, request: PlanRequest) -> Plan:
         InputError: a peak is not known, or the profile lacks a device.
         NoFeasiblePlanError: wherever samples are moved, some device has too many.
     """
-    devices, batch = ranked_devices(profile, request), request.global_batch
-    peaks = peak_flops(profile, devices)
+    devices, batch = list_devices_by_rank(profile, request), request.global_batch
+    peaks = get_peak_flops(profile, devices)
     ways = list(iterate_even_settings(profile, devices, request.space))
     found = [
         division
@@ -57,7 +57,7 @@ def plan_proportional(profile: Profile, request: PlanRequest) -> Plan:
     return min(found, key=lambda d: d.step_s).plan("proportional")
 
 
-def peak_flops(profile: Profile, devices: tuple[Device, ...]) -> dict[str, float]:
+def get_peak_flops(profile: Profile, devices: tuple[Device, ...]) -> dict[str, float]:
     """Return the FLOP/s of each class by datasheet, or as emulated.
 
     Raises:
@@ -144,7 +144,7 @@ class _ClassMemory:
         micro = MicroBatches.of(samples, sizes)
         share = 1.0 / len(setting.devices)
         framework = setting.profile.of_class(name).framework_bytes
-        usable = usable_bytes(setting.profile.cluster.class_named(name))
+        usable = compute_usable_bytes(setting.profile.cluster.class_named(name))
         held = compute_peak_bytes(setting, name, micro, mode, share) + framework
         fits = np.logical_and.accumulate(
             compute_share_capacities(setting, name, micro, mode) >= share

@@ -21,7 +21,7 @@ from gpumix.cost.network.link_times import (
     count_devices_by_host,
     group_equal_hosts,
 )
-from gpumix.cost.step_time import can_predict_mode, is_chunked_head_free
+from gpumix.cost.step_time import can_predict_mode, is_chunked_cross_entropy_free
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.plan.dtypes import choose_communication_dtype
 from gpumix.schema.plan.stage import ComputeDtype, Mode
@@ -110,7 +110,7 @@ class Fleet:
         return self._measured[modes]
 
     def _worthwhile(self, modes: tuple[Mode, ...], name: str) -> Iterator[Mode]:
-        in_chunks = is_chunked_head_free(self.profile, name)
+        in_chunks = is_chunked_cross_entropy_free(self.profile, name)
         for mode in modes:
             beaten = in_chunks and mode.model_copy(update={"head": "chunked"}) in modes
             if can_predict_mode(self.profile, name, mode) and not (beaten and mode.head == "whole"):

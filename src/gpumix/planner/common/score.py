@@ -14,7 +14,7 @@ import numpy as np
 from gpumix.cost.loading_memory import find_room_on_host
 from gpumix.cost.memory_layout.curves import FloatArray, MicroBatches
 from gpumix.cost.peak_memory import Activations
-from gpumix.cost.step_time import needs_sync_between_passes, pass_seconds
+from gpumix.cost.step_time import compute_pass_seconds, needs_sync_between_passes
 from gpumix.planner.common.sharding_setting import ShardingSetting, make_setting
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.job.search_space import Space
@@ -39,7 +39,9 @@ def predict_load_step_seconds(setting: ShardingSetting, loads: Iterable[DeviceLo
     forward, backward, both, update = 0.0, 0.0, 0.0, 0.0
     for load in set(loads):
         micro = MicroBatches.of([load.samples], [load.micro_batch])
-        f, b = pass_seconds(setting.profile, load.device_class, setting.links, micro, load.mode)
+        f, b = compute_pass_seconds(
+            setting.profile, load.device_class, setting.links, micro, load.mode
+        )
         forward, backward = max(forward, float(f[0])), max(backward, float(b[0]))
         both = max(both, float(f[0] + b[0]))
         whole = setting.update_s(load.device_class)

@@ -22,11 +22,11 @@ from gpumix.cost.network.collective_times import (
     ShardedLayout,
 )
 from gpumix.cost.network.link_times import Operation, select_collective_forms
-from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes
+from gpumix.cost.peak_memory import Activations, MemoryModel, compute_free_bytes
 from gpumix.cost.step_time import (
     can_keep_state_on_host,
-    exposed_wave_seconds,
-    optimizer_seconds,
+    compute_exposed_wave_seconds,
+    compute_optimizer_seconds,
 )
 from gpumix.planner.common.device_pool import Fleet, Pool
 from gpumix.schema.cluster.cluster import Device
@@ -96,7 +96,7 @@ class ShardingSetting:
         the device or its host has no room at all."""
         host_bytes = find_room_on_host(self.profile, name)
         every = (self.memory.demands(held, state_on=place) for place in self.places(name))
-        rooms = (one.capacity(free_bytes(self.profile, name), host_bytes) for one in every)
+        rooms = (one.capacity(compute_free_bytes(self.profile, name), host_bytes) for one in every)
         capacity = reduce(np.maximum, rooms)
         if self.zero_stage == 0:  # the state is undivided: any room is for all of it
             capacity = np.where(capacity >= 0, 1.0, -1.0)
@@ -122,14 +122,14 @@ class ShardingSetting:
     def exposed_s(self) -> float:
         """Return seconds of a wave that computation never hides, whatever the samples."""
         once_s = self.links.gather_s[ROOT] + self.profile.step_overhead_s / self.fleet.waves
-        return once_s + exposed_wave_seconds(self.links)
+        return once_s + compute_exposed_wave_seconds(self.links)
 
     def update_s(self, name: str) -> float:
         """Return seconds for a device of class `name` to update the whole model, divided by the
         waves of a step."""
         gathered = self.links.communication_dtype or self.profile.model_of(name).compute_dtype
         least_s = min(
-            optimizer_seconds(
+            compute_optimizer_seconds(
                 self.profile,
                 name,
                 self.zero_stage,
@@ -196,7 +196,7 @@ def iterate_offloaded_classes(fleet: Fleet, space: Space) -> Iterator[frozenset[
     """Yield sets of classes with state on the host: none, then more, least memory first."""
     profile = fleet.profile
     able = [name for name in fleet.classes if can_keep_state_on_host(profile, name)]
-    able.sort(key=lambda name: (free_bytes(profile, name), name))
+    able.sort(key=lambda name: (compute_free_bytes(profile, name), name))
     for count in range(len(able) + 1) if "host" in space.state_on else [0]:
         if "device" in space.state_on or count == len(fleet.classes):
             yield frozenset(able[:count])

@@ -56,7 +56,7 @@ def select_by_devices(limits: Sequence[tuple[float, float]], devices: int) -> fl
     return next(value for most, value in limits if devices <= most)
 
 
-def ranked_devices(profile: Profile, request: PlanRequest) -> tuple[Device, ...]:
+def list_devices_by_rank(profile: Profile, request: PlanRequest) -> tuple[Device, ...]:
     """Return the devices of the request in rank order.
 
     Raises:

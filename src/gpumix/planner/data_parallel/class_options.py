@@ -20,8 +20,12 @@ from gpumix.cost.identity import ByIdentity
 from gpumix.cost.memory_layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.network.buckets import ONE_UNIT_PER_BUCKET, build_buckets
 from gpumix.cost.network.collective_times import CollectiveSeconds, make_free_collectives
-from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes
-from gpumix.cost.step_time import needs_sync_between_passes, pass_seconds, work_seconds
+from gpumix.cost.peak_memory import Activations, MemoryModel, compute_free_bytes
+from gpumix.cost.step_time import (
+    compute_pass_seconds,
+    compute_work_seconds,
+    needs_sync_between_passes,
+)
 from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import ZeroStage
@@ -157,7 +161,7 @@ class PoolOptions:
     alike: int
 
 
-def pool_options(
+def list_pool_options(
     setting: ShardingSetting, options: Mapping[str, ClassOptions]
 ) -> tuple[PoolOptions, ...]:
     """Return the pools of a setting with the options of each class."""
@@ -204,17 +208,17 @@ class Grid:
     def work_s(self, name: str, mode: Mode) -> FloatArray:
         """Return seconds of all work of a device of class `name`."""
         if (name, mode) not in self._work:
-            self._work[name, mode] = work_seconds(self._profile, name, self.micro, mode)
+            self._work[name, mode] = compute_work_seconds(self._profile, name, self.micro, mode)
         return self._work[name, mode]
 
     def pass_s(
         self, links: CollectiveSeconds, name: str, mode: Mode
     ) -> tuple[FloatArray, FloatArray]:
-        """Return `pass_seconds`, computed once for equally fast links: most settings of a search
+        """Return `compute_pass_seconds`, once for equally fast links: most settings of a search
         differ in memory only."""
         key = (name, mode, links.of_class(name).times)
         if key not in self._passes:
-            self._passes[key] = pass_seconds(self._profile, name, links, self.micro, mode)
+            self._passes[key] = compute_pass_seconds(self._profile, name, links, self.micro, mode)
         return self._passes[key]
 
 
@@ -397,12 +401,10 @@ class TimeBounds:
         return part
 
     def of_leaders(self, profile: Profile) -> TimeBounds:
-        """Return the bounds of the leaders of tensor-parallel groups, shared between
-        batches."""
-        key = tuple(
-            (one.name, ByIdentity(profile.of_class(one.name).units), free_bytes(profile, one.name))
-            for one in profile.cluster.classes
-        )
+        """Return the bounds of the leaders of tensor-parallel groups, shared between batches."""
+        names = [one.name for one in profile.cluster.classes]
+        units = [ByIdentity(profile.of_class(name).units) for name in names]
+        key = tuple((n, u, compute_free_bytes(profile, n)) for n, u in zip(names, units))
         if key not in self._of_leaders:
             self._of_leaders[key] = TimeBounds(profile, self._most)
         return self._of_leaders[key].of_part(profile, self.batch)
@@ -483,7 +485,7 @@ class TimeBounds:
         if key not in self._rates:
             sizes = np.asarray(list_corner_sizes(setting.profile, name, largest))
             whole = MicroBatches.of(sizes, sizes)
-            passes = pass_seconds(setting.profile, name, self._free, whole, key[1])
+            passes = compute_pass_seconds(setting.profile, name, self._free, whole, key[1])
             self._rates[key] = float(np.min(np.add(*passes) / sizes))
         return self._rates[key]
 
@@ -500,7 +502,7 @@ class TimeBounds:
         for mode in setting.modes[name]:
             key = (name, _remove_offload(mode), largest)
             if key not in self._passes:
-                passes = pass_seconds(setting.profile, name, self._free, grid.micro, key[1])
+                passes = compute_pass_seconds(setting.profile, name, self._free, grid.micro, key[1])
                 self._passes[key] = np.stack([*passes, np.add(*passes)])
             fits = self._fits(setting, name, grid.held(name, mode))
             least.append(np.where(fits, self._passes[key], np.inf).min(axis=2))
@@ -531,7 +533,7 @@ class TimeBounds:
         zero_stage = setting.zero_stage
         if zero_stage not in self._stateless:
             self._stateless[zero_stage] = MemoryModel(setting.profile, self._free, 1, zero_stage)
-        stateless, free = self._stateless[zero_stage], free_bytes(setting.profile, name)
+        stateless, free = self._stateless[zero_stage], compute_free_bytes(setting.profile, name)
         places = setting.places(name)
         least = (stateless.demands(held, state_on=place).fixed_bytes for place in places)
         return np.asarray(reduce(np.minimum, least) <= free)
@@ -551,7 +553,7 @@ def list_corner_sizes(profile: Profile, name: str, limit: int) -> list[int]:
     """
     found, device = {1}, profile.of_class(name)
     of_units = (curve for unit in device.units.values() for _, curve in unit)
-    for curve in (device.chunked_head, *of_units):
+    for curve in (device.chunked_cross_entropy, *of_units):
         if curve is not None:
             found |= {whole for size in curve.sizes for whole in (floor(size), ceil(size))}
     found.add(min(limit, max(found)))

@@ -13,7 +13,7 @@ from gpumix.planner.data_parallel.class_options import (
     ClassOptions,
     PoolOptions,
     TimeLimits,
-    pool_options,
+    list_pool_options,
 )
 from gpumix.planner.data_parallel.knapsack import (
     FULL_STATE_SHARE,
@@ -46,7 +46,7 @@ class FeasibilityTest:
         if not setting.memory.is_size_one_smallest(self._batch):
             return True
         options = {name: self._build_roomiest_options(setting, name) for name in setting.classes}
-        return may_select(pool_options(setting, options), self._batch)
+        return may_select(list_pool_options(setting, options), self._batch)
 
     def can_hold_state(self, setting: ShardingSetting) -> bool:
         """Return True if the state has room where no device has samples, in any mode alike."""

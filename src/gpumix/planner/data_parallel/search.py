@@ -28,7 +28,12 @@ from gpumix.planner.common.sharding_setting import (
     iterate_settings,
     relax_settings,
 )
-from gpumix.planner.common.strategy import PlanRequest, build_plan, get_prediction, ranked_devices
+from gpumix.planner.common.strategy import (
+    PlanRequest,
+    build_plan,
+    get_prediction,
+    list_devices_by_rank,
+)
 from gpumix.planner.data_parallel.balance import assign_parts
 from gpumix.planner.data_parallel.branch_and_bound import (
     EXACT_GAP,
@@ -41,11 +46,11 @@ from gpumix.planner.data_parallel.class_options import (
     PoolOptions,
     TimeBounds,
     list_corner_sizes,
-    pool_options,
+    list_pool_options,
     tabulate,
 )
 from gpumix.planner.data_parallel.feasibility import FeasibilityTest, may_select
-from gpumix.planner.data_parallel.why_nothing_fits import make_no_fit_error
+from gpumix.planner.data_parallel.no_fit_error import make_no_fit_error
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan, ZeroStage
 from gpumix.schema.profile.profile import Profile
@@ -94,7 +99,9 @@ def plan_one_stage(profile: Profile, request: PlanRequest, paces: TimeBounds | N
     batch = request.global_batch
     plan = plan_one_stage_below(profile, request, paces or TimeBounds(profile, batch), float("inf"))
     if plan is None:
-        raise make_no_fit_error(profile, ranked_devices(profile, request), request.space, batch)
+        raise make_no_fit_error(
+            profile, list_devices_by_rank(profile, request), request.space, batch
+        )
     return plan
 
 
@@ -116,13 +123,13 @@ def plan_one_stage_below(
         InputError: the request names devices unknown to the profile.
     """
     best = _FleetSearch(paces, below_s)
-    best.of(Fleet.of(profile, ranked_devices(profile, request), waves), request.space)
+    best.of(Fleet.of(profile, list_devices_by_rank(profile, request), waves), request.space)
     if best.solution is None:
         return None
     return _plan(best.solution, request.global_batch, best.bound_s)
 
 
-def least_step_s(
+def compute_least_step_s(
     profile: Profile, request: PlanRequest, paces: TimeBounds, below_s: float = float("inf")
 ) -> float | None:
     """Return the step seconds of `optimal`, without the plan; None if nothing fits in `below_s`.
@@ -134,7 +141,7 @@ def least_step_s(
         InputError: the request names devices unknown to the profile.
     """
     best = _FleetSearch(paces, below_s)
-    best.of(Fleet.of(profile, ranked_devices(profile, request)), request.space)
+    best.of(Fleet.of(profile, list_devices_by_rank(profile, request)), request.space)
     return None if best.solution is None else best.solution.step_s
 
 
@@ -404,7 +411,7 @@ class _Search:
         self, tables: Mapping[str, OptionTable], *, thinned: bool
     ) -> tuple[PoolOptions, ...]:
         options = {name: table.list_options(thinned=thinned) for name, table in tables.items()}
-        return pool_options(self.setting, options)
+        return list_pool_options(self.setting, options)
 
 
 PoolChoice = tuple[tuple[PoolOptions, ...], SampleLimits]

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from gpumix.cost.network.link_times import select_collective_forms
-from gpumix.planner.pipeline_parallel.device_order import DevicePlace, Group, Row, cell_of
+from gpumix.planner.pipeline_parallel.device_order import DevicePlace, Group, Row, get_device_place
 from gpumix.planner.pipeline_parallel.stage_modes import (
     StageMode,
     WorkerCounts,
@@ -76,7 +76,7 @@ def form_tensor_parallel_groups(group: Group, degree: int) -> tuple[Group, ...]:
     island of a host. Devices too few for a further one are in none."""
     alike: dict[DevicePlace, list[Device]] = {}
     for device in group:
-        alike.setdefault(cell_of(device), []).append(device)
+        alike.setdefault(get_device_place(device), []).append(device)
     return tuple(
         tuple(devices[begin : begin + degree])
         for devices in alike.values()

@@ -44,8 +44,8 @@ FEW_GROUPS = 4  # up to this many, all orders are tried
 MOST_GROUPS = 16
 
 
-def cell_of(device: Device) -> DevicePlace:
-    """Return a device's cell."""
+def get_device_place(device: Device) -> DevicePlace:
+    """Return the place of a device."""
     return DevicePlace(device.rack, device.host, device.island, device.device_class)
 
 
@@ -58,7 +58,7 @@ def list_rows(devices: Sequence[Device], most_stages: int) -> tuple[list[Row], b
     """
     cells: dict[DevicePlace, list[Device]] = {}
     for device in _sort_by_locality(devices):
-        cells.setdefault(cell_of(device), []).append(device)
+        cells.setdefault(get_device_place(device), []).append(device)
     counts = tuple(map(len, cells.values()))
     most = min(most_stages, len(devices))
     if most < 2:

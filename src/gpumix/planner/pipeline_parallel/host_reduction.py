@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 
-from gpumix.planner.common.strategy import PlanRequest, ranked_devices
+from gpumix.planner.common.strategy import PlanRequest, list_devices_by_rank
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
@@ -63,7 +63,7 @@ class Reduction:
 def reduce_hosts(profile: Profile, request: PlanRequest) -> Reduction | None:
     """Return a request for fewer hosts; None for few devices, if hosts of a rack are nearer to each
     other, or if hosts of a kind and the batch have no common divisor."""
-    devices = ranked_devices(profile, request)
+    devices = list_devices_by_rank(profile, request)
     if len(devices) <= MOST_DEVICES or any(device.rack for device in devices):
         return None
     on_host: dict[str, list[Device]] = {}

@@ -14,9 +14,9 @@ from math import ceil, comb, prod
 import numpy as np
 
 from gpumix.cost.pipeline.staged_step import StagedStep
-from gpumix.cost.tensor_parallel_groups import buffer_bytes
+from gpumix.cost.tensor_parallel_groups import compute_buffer_bytes
+from gpumix.planner.common.policy_shortage import NearestMiss
 from gpumix.planner.common.strategy import is_within_memory
-from gpumix.planner.common.why_policy_does_not_fit import NearestMiss
 from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
 from gpumix.planner.pipeline_parallel.candidate import (
     Counts,
@@ -173,7 +173,7 @@ class CandidateEvaluator:
         found = list(step.workers())
         if plan.uses_tensor_parallel:
             told = {
-                worker.device: buffer_bytes(self._profile, plan, number, worker)
+                worker.device: compute_buffer_bytes(self._profile, plan, number, worker)
                 for number, stage in enumerate(plan.stages)
                 for worker in stage.leaders
                 if stage.get_tp_size(worker) > 1

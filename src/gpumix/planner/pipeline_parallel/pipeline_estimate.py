@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from gpumix.cost.memory_layout.curves import FloatArray, IntArray, interpolate_bytes
 from gpumix.cost.network.buckets import GRADIENT_BYTES
-from gpumix.cost.peak_memory import element_bytes, free_bytes
+from gpumix.cost.peak_memory import compute_free_bytes, get_element_bytes
 from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
 from gpumix.planner.pipeline_parallel.candidate import UncutCandidate, get_stages_per_group
-from gpumix.planner.pipeline_parallel.device_order import Row, cell_of
+from gpumix.planner.pipeline_parallel.device_order import Row, get_device_place
 from gpumix.planner.pipeline_parallel.micro_batch_counts import CutCandidate
 from gpumix.planner.pipeline_parallel.stage_modes import (
     NO_TENSOR_PARALLEL,
@@ -333,9 +333,9 @@ class PipelineEstimates:
         least: FloatArray = np.full(1, np.inf)
         room = needed = np.zeros(1)
         for name, count in computing.workers:
-            each = [element_bytes(profile, name, zero_stage) for profile in profiles]
+            each = [get_element_bytes(profile, name, zero_stage) for profile in profiles]
             whole, owned = (_stack(part) for part in zip(*each))
-            free = [free_bytes(profile, name) / rounds for profile in profiles]
+            free = [compute_free_bytes(profile, name) / rounds for profile in profiles]
             filled = [_buffer_bytes(profile, name, zero_stage) for profile in profiles]
             left = _stack(free) - _stack(filled) - elements * whole - computing.held[name]
             least = np.minimum(least, left)
@@ -479,7 +479,7 @@ class RowEstimates:
         sizes = self._estimates.message_bytes
         total, busiest, queued = (np.zeros(len(sizes)) for _ in range(3))
         for one, other in pairwise(self.row):
-            here, there = ({cell_of(d): d for d in group} for group in (one, other))
+            here, there = ({get_device_place(d): d for d in group} for group in (one, other))
             pairs = _choose_pairs(list(here.values()), list(there.values()))
             links = {frozenset((a.host, b.host)) for a, b in pairs}
             across = all(len(hosts) == 2 for hosts in links)
@@ -515,7 +515,7 @@ def compute_activation_bytes(
         gradient = interpolate_bytes(kind.gradient, sizes)
         needed.append(interpolate_bytes(backward, sizes) + gradient)
     working: FloatArray = np.min(needed, axis=0) if least else np.max(needed, axis=0)
-    head = model.root.head if mode.head == "whole" else model.root.chunked_head
+    head = model.root.head if mode.head == "whole" else model.root.chunked_cross_entropy
     if last and head is not None:
         working = np.maximum(working, interpolate_bytes(head, sizes))
     rows = [np.zeros(len(sizes)), *(left[name] for name in model.kind_of_call)]

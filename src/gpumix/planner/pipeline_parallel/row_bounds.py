@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from gpumix.cost.memory_layout.curves import FloatArray, IntArray
 from gpumix.cost.network.buckets import GRADIENT_BYTES
-from gpumix.cost.peak_memory import element_bytes, free_bytes
+from gpumix.cost.peak_memory import compute_free_bytes, get_element_bytes
 from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
 from gpumix.planner.pipeline_parallel.device_order import Row
 from gpumix.planner.pipeline_parallel.pipeline_estimate import (
@@ -264,7 +264,7 @@ class RowBounds:
         shares, largest = np.zeros(held.shape), np.ones(held.shape)
         needed = (times.left + times.working)[size]
         for one in times.classes:
-            each = {n: element_bytes(self._profile, one.device_class, n) for n in (1, 2, 3)}
+            each = {n: get_element_bytes(self._profile, one.device_class, n) for n in (1, 2, 3)}
             whole, own = (
                 np.array([each[n][part] for n in zero_stage])[:, None] * one.elements
                 for part in (0, 1)
@@ -311,7 +311,7 @@ class RowBounds:
             forward = np.maximum(pace.compute_forward_s(self._begin, self._end), TINY_S)
             both = np.maximum(pace.stage_s(self._begin, self._end), forward + TINY_S)
             rest = smaller.stage_s(self._begin, self._end) * is_left
-            free = free_bytes(profile, name) - profile.model.root.buffer_bytes
+            free = compute_free_bytes(profile, name) - profile.model.root.buffer_bytes
             elements = self._elements(name, manner.tp)
             classes.append(_ClassTimes(name, count, forward, both, rest, free, elements))
             held = self._activation_bytes(name, manner, last=last)

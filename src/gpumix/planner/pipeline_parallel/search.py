@@ -30,7 +30,7 @@ from operator import itemgetter
 import numpy as np
 
 from gpumix.cost.memory_layout.curves import FloatArray
-from gpumix.cost.peak_memory import element_bytes, free_bytes
+from gpumix.cost.peak_memory import compute_free_bytes, get_element_bytes
 from gpumix.cost.predict import predict
 from gpumix.planner.common.stage_preconditions import (
     Refusal,
@@ -42,7 +42,7 @@ from gpumix.planner.common.stage_preconditions import (
 from gpumix.planner.common.strategy import PlanRequest, select_by_devices
 from gpumix.planner.pipeline_parallel.call_times import CallTimesCache
 from gpumix.planner.pipeline_parallel.candidate import UncutCandidate, get_stages_per_group
-from gpumix.planner.pipeline_parallel.device_order import Row, cell_of, list_rows
+from gpumix.planner.pipeline_parallel.device_order import Row, get_device_place, list_rows
 from gpumix.planner.pipeline_parallel.micro_batch_counts import (
     MIN_RELATIVE_GAIN,
     CandidateEvaluator,
@@ -234,7 +234,7 @@ class StageSearch:
     @cached_property
     def _most_groups(self) -> int:
         """The most groups of a row: each has at least a tensor-parallel group."""
-        alike = Counter(map(cell_of, self._devices))
+        alike = Counter(map(get_device_place, self._devices))
         degree = self._manners.get_smallest_tp_size()
         return sum(count // degree for count in alike.values())
 
@@ -381,8 +381,10 @@ class StageSearch:
         elements = self._pace_of.rooms[NO_TENSOR_PARALLEL].count_exclusive_elements(
             np.array(0), np.array(calls)
         )
-        each = [element_bytes(self._profile, name, max(1, zero_stage))[1] for name in self._classes]
-        room = (n * free_bytes(self._profile, name) for name, n in self._classes.items())
+        each = [
+            get_element_bytes(self._profile, name, max(1, zero_stage))[1] for name in self._classes
+        ]
+        room = (n * compute_free_bytes(self._profile, name) for name, n in self._classes.items())
         return float(elements) * min(each) <= sum(room)
 
     def _evaluate_neighbors(self) -> None:

@@ -15,7 +15,7 @@ from gpumix.cost.network.buckets import GRADIENT_BYTES
 from gpumix.planner.data_parallel.class_options import list_corner_sizes
 from gpumix.planner.pipeline_parallel.call_times import CallTimes, CallTimesCache
 from gpumix.planner.pipeline_parallel.candidate import Cut, UncutCandidate
-from gpumix.planner.pipeline_parallel.device_order import Row, cell_of
+from gpumix.planner.pipeline_parallel.device_order import Row, get_device_place
 from gpumix.planner.pipeline_parallel.stage_modes import (
     NO_TENSOR_PARALLEL,
     StageMode,
@@ -179,7 +179,7 @@ class Cutter:
             self._sizes[samples] = min(sizes, default=0.0) / 2  # messages may be narrower
         size = self._sizes[samples]
         here, there = (
-            {cell_of(d): d for d in group}.values() for group in way.row[place : place + 2]
+            {get_device_place(d): d for d in group}.values() for group in way.row[place : place + 2]
         )
         return min(float(self._pace_of.sent_s(a, b, (size,))[0]) for a, b in product(here, there))
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpumix.cost.memory_layout.curves import FloatArray, IntArray
-from gpumix.cost.peak_memory import element_bytes, free_bytes
+from gpumix.cost.peak_memory import compute_free_bytes, get_element_bytes
 from gpumix.planner.pipeline_parallel.stage_modes import WorkerCounts
 from gpumix.schema.plan.plan import ZeroStage
 from gpumix.schema.profile.profile import ModelProfile, Profile
@@ -52,8 +52,8 @@ class StageMemory:
         fits = np.ones(1, dtype=bool)
         room, needed = np.zeros(1), np.zeros(1)
         for name, count in workers:
-            whole, owned = element_bytes(self._profile, name, zero_stage)
-            left = free_bytes(self._profile, name) - elements * whole
+            whole, owned = get_element_bytes(self._profile, name, zero_stage)
+            left = compute_free_bytes(self._profile, name) - elements * whole
             fits = fits & (left >= 0)
             room = room + count * left
             needed = np.maximum(needed, elements * owned)

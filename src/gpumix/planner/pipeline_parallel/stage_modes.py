@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from gpumix.cost.step_time import can_predict_mode, is_chunked_head_free
+from gpumix.cost.step_time import can_predict_mode, is_chunked_cross_entropy_free
 from gpumix.planner.common.stage_preconditions import Refusal
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.cluster.link_islands import Near, find_smallest_place
@@ -143,7 +143,9 @@ class StageModes:
                 return Refusal(what, MEASURE_FIX)
         if not any(self.of_class(name, schedule, last=True) for name in there):
             classes = " or ".join(map(repr, there))
-            return Refusal(f"a head in chunks was not measured on class {classes}", MEASURE_FIX)
+            return Refusal(
+                f"chunked cross-entropy was not measured on class {classes}", MEASURE_FIX
+            )
         return None
 
     def get_smallest_tp_size(self) -> int:
@@ -193,7 +195,7 @@ class StageModes:
         chunks = "chunked" in self._space.cross_entropy and all(
             can_predict_mode(profile, name, Mode(head="chunked")) for name in names
         )
-        if chunks and all(is_chunked_head_free(profile, name) for name in names):
+        if chunks and all(is_chunked_cross_entropy_free(profile, name) for name in names):
             return ["chunked"]
         chunked: list[Head] = ["chunked"] if chunks else []
         whole: list[Head] = ["whole"] if "whole" in self._space.cross_entropy else []

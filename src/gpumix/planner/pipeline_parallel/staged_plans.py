@@ -11,7 +11,7 @@ from gpumix.planner.common.strategy import (
     compute_time_to_beat,
     get_prediction,
     is_within_memory,
-    ranked_devices,
+    list_devices_by_rank,
     select_by_devices,
 )
 from gpumix.planner.pipeline_parallel.host_reduction import Reduction, reduce_hosts
@@ -61,7 +61,7 @@ def plan_staged_below(
         reduced, bound_s = _search_reduced(profile, reduction, below_s)
         if reduced is not None or below_s < float("inf"):
             return reduced, bound_s
-    devices = len(ranked_devices(profile, request))
+    devices = len(list_devices_by_rank(profile, request))
     best, failure = None, None
     bounds_s: list[float | None] = [below_s]
     try:

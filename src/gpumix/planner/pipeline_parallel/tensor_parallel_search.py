@@ -16,7 +16,7 @@ from gpumix.cost.device_alone import compute_ideal_samples_per_s
 from gpumix.cost.predict import predict
 from gpumix.cost.tensor_parallel_groups import (
     TensorParallelGroup,
-    get_group_measurements,
+    get_tp_profile,
     make_group_profile,
     make_leader_profile,
 )
@@ -26,11 +26,11 @@ from gpumix.planner.common.strategy import (
     compute_time_to_beat,
     get_prediction,
     is_within_memory,
-    ranked_devices,
+    list_devices_by_rank,
     select_by_devices,
 )
 from gpumix.planner.pipeline_parallel.candidate import form_tensor_parallel_groups
-from gpumix.planner.pipeline_parallel.device_order import DevicePlace, cell_of
+from gpumix.planner.pipeline_parallel.device_order import DevicePlace, get_device_place
 from gpumix.planner.pipeline_parallel.stage_modes import (
     NO_TENSOR_PARALLEL,
     TensorParallelDegree,
@@ -72,7 +72,7 @@ def search_all_degrees(
     failures: list[InputError | NoFeasiblePlanError] = []
     check_degrees_fit(profile.cluster, request.space)
     wanted, measured = list_tp_degrees(request.space), get_measured_tp_degrees(profile)
-    devices = ranked_devices(profile, request)
+    devices = list_devices_by_rank(profile, request)
     for tp in wanted:
         others = wanted[0] == NO_TENSOR_PARALLEL or not measured.isdisjoint(wanted)
         if tp != NO_TENSOR_PARALLEL and tp not in measured and others:
@@ -100,10 +100,10 @@ def search_all_degrees(
     return best, min(known) if len(known) == len(bounds_s) > 0 else None
 
 
-def ideal_step_s(profile: Profile, request: PlanRequest) -> float:
+def compute_ideal_step_s(profile: Profile, request: PlanRequest) -> float:
     """Return seconds of a step if all devices compute without a pause, in the fastest
     tensor-parallel groups."""
-    devices = ranked_devices(profile, request)
+    devices = list_devices_by_rank(profile, request)
     sequences = {False} | {tp.sequence for tp in get_measured_tp_degrees(profile)}
     every = [_options(profile, request, devices, sequence=sequence) for sequence in sequences]
     of_class = ([one for options in every for one in options[name]] for name in every[0])
@@ -128,7 +128,7 @@ def search_mixed_degrees(
     """
     best: Plan | None = None
     bounds_s: list[float | None] = []
-    for mixture in _mixtures(profile, request, ranked_devices(profile, request), most):
+    for mixture in _mixtures(profile, request, list_devices_by_rank(profile, request), most):
         if mixture.least_s >= below_s:
             bounds_s.append(mixture.least_s)
             continue
@@ -153,18 +153,18 @@ def select_groupable_devices(profile: Profile, request: PlanRequest) -> tuple[De
             without measurements.
         NoFeasiblePlanError: some devices are in excess, and none may be left out.
     """
-    devices, wanted = ranked_devices(profile, request), list_tp_degrees(request.space)
+    devices, wanted = list_devices_by_rank(profile, request), list_tp_degrees(request.space)
     if NO_TENSOR_PARALLEL in wanted:
         return devices
     check_degrees_fit(profile.cluster, request.space)
     measured = [tp for tp in wanted if tp in get_measured_tp_degrees(profile)] or wanted[:1]
     degrees: dict[str, set[int]] = {}
     for tp in measured:
-        for one in get_group_measurements(profile, tp.degree, sequence=tp.sequence).classes:
+        for one in get_tp_profile(profile, tp.degree, sequence=tp.sequence).classes:
             degrees.setdefault(one.device_class, set()).add(tp.degree)
     alike: dict[DevicePlace, list[Device]] = {}
     for device in devices:
-        alike.setdefault(cell_of(device), []).append(device)
+        alike.setdefault(get_device_place(device), []).append(device)
     kept = {
         device.id
         for cell, some in alike.items()
@@ -220,7 +220,7 @@ def _make_uniform_sizes(
     profile: Profile, tp: TensorParallelDegree, devices: Sequence[Device]
 ) -> _Sizes:
     """Return the same size for all classes measured in tensor-parallel groups of this size."""
-    measured = get_group_measurements(profile, tp.degree, sequence=tp.sequence).classes
+    measured = get_tp_profile(profile, tp.degree, sequence=tp.sequence).classes
     there = {device.device_class for device in devices}
     names = [one.device_class for one in measured if one.device_class in there]
     if not names:
@@ -329,7 +329,7 @@ def _search_groups(
     in_stages: bool = False,
 ) -> Searched:
     """Search for plans with tensor-parallel groups of `sizes`."""
-    devices = ranked_devices(profile, request)
+    devices = list_devices_by_rank(profile, request)
     groups = sizes.form_groups(devices)
     leaders, used = list(groups), sum(map(len, groups.values()))
     there = sorted({len(members) for members in groups.values()} or set(sizes.of_class.values()))
@@ -339,8 +339,8 @@ def _search_groups(
     leader_profile = make_leader_profile(
         profile, kinds, sequence=sizes.sequence, in_stages=in_stages
     )
-    # Chunked heads were measured on single devices only, and all workers of a stage run the head
-    # alike.
+    # Chunked cross-entropy was measured on single devices only, and all workers of a stage run the
+    # head alike.
     if len(there) > 1 and "whole" not in request.space.cross_entropy:
         raise _make_indivisible_error(there)
     space = request.space.model_copy(

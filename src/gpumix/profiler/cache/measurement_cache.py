@@ -121,7 +121,7 @@ class MeasurementCache(MeasurementFiles):
         degrees = self._job.space.tensor_parallel_size
         alone = 1 in degrees or not self.degrees.get(device_class.name)
         if found is not None and not found.tp_measurements and not alone:
-            return None  # a new measurement says why the model has no teams
+            return None  # a new measurement says why the model has no tensor-parallel groups
         return found
 
 
@@ -189,19 +189,19 @@ def _merge_groups(
     measured: Sequence[ClassMeasurement], cluster: Cluster
 ) -> Iterator[TensorParallelProfile]:
     """Yield tensor-parallel measurements by degree and sequence parallelism."""
-    every = [(one, team) for one in measured for team in one.tp_measurements]
-    for degree, sequence in sorted({(team.degree, team.sequence) for _, team in every}):
-        teams = [(o, t) for o, t in every if (t.degree, t.sequence) == (degree, sequence)]
-        model, *others = _by_dtype(team.model for _, team in teams)
+    every = [(one, t) for one in measured for t in one.tp_measurements]
+    for degree, sequence in sorted({(t.degree, t.sequence) for _, t in every}):
+        of_degree = [(o, t) for o, t in every if (t.degree, t.sequence) == (degree, sequence)]
+        model, *others = _by_dtype(t.model for _, t in of_degree)
         yield TensorParallelProfile(
             degree=degree,
             sequence=sequence,
-            enters=teams[0][1].enters,
-            leaves=teams[0][1].leaves,
+            enters=of_degree[0][1].enters,
+            leaves=of_degree[0][1].leaves,
             model=model,
             other_models=tuple(others),
-            classes=tuple(_with_host_bytes(o, t.device_class, cluster) for o, t in teams),
-            told={team.device_class.device_class: team.told for _, team in teams},
+            classes=tuple(_with_host_bytes(o, t.device_class, cluster) for o, t in of_degree),
+            told={t.device_class.device_class: t.told for _, t in of_degree},
         )
 
 

@@ -25,9 +25,9 @@ from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE
 from gpumix.engine.sharding.unit_discovery import (
     ModelUnits,
     Unit,
-    buffer_bytes,
-    frozen_bytes,
-    packed_bytes,
+    count_buffer_bytes,
+    count_frozen_bytes,
+    count_packed_bytes,
     split_into_units,
 )
 from gpumix.engine.tensor_parallel.parallelize import parallelize_model, select_whole_model
@@ -45,8 +45,8 @@ from gpumix.profiler.compute.optimizer_times import (
 )
 from gpumix.profiler.compute.peak_flops import measure_peak
 from gpumix.profiler.compute.sweep import Pass, Point, Progress, Sweep, copy_to_device, sweep
-from gpumix.profiler.compute.unit_fixture import FakeTensorParallelGroup, UnitFixture
 from gpumix.profiler.compute.unit_kinds import separate_kinds
+from gpumix.profiler.compute.unit_runner import FakeTensorParallelGroup, UnitRunner
 from gpumix.profiler.compute.warm_up import warm_up
 from gpumix.profiler.subject import Workload
 from gpumix.schema.curve import Curve
@@ -118,8 +118,8 @@ def _measured(
     of_class = ClassProfile(
         device_class=device_class,
         units=_make_unit_times(found),
-        chunked_head=_if_known(
-            found, [p.chunked_head_s for p in found.points], remove_timing_noise
+        chunked_cross_entropy=_if_known(
+            found, [p.chunked_cross_entropy_s for p in found.points], remove_timing_noise
         ),
         optimizer_s_per_element=optimizer.s_per_element,
         framework_bytes=runtime.framework_bytes(),  # libraries are loaded when first used
@@ -173,23 +173,23 @@ def _sweep_class(
         anatomy = anatomy.of_kinds(kinds)
     find_unit_conflicts(model).switch_off()
     find_layer_drop_rates(model).switch_off()
-    settings, team = subject.settings, None
+    settings, tp_group = subject.settings, None
     dtype, efficiency = settings.dtypes[device_class], settings.get_chosen(device_class).efficiency
     apply_efficiency(model, efficiency, runtime.torch_device)
     if degree > 1:
-        team = FakeTensorParallelGroup(degree, runtime.torch_device)
-        anatomy = _split_units(subject, model, anatomy, team, sequence=sequence)
-    specimens = UnitFixture(
+        tp_group = FakeTensorParallelGroup(degree, runtime.torch_device)
+        anatomy = _split_units(subject, model, anatomy, tp_group, sequence=sequence)
+    runner = UnitRunner(
         model,
         anatomy,
         device=runtime.torch_device,
         compute_dtype=TORCH_DTYPE[dtype],
         objective=subject.loss or make_objective(model),
-        team=team,
+        tp_group=tp_group,
         efficiency=efficiency,
     )
     if kinds is None:
-        calls = separate_kinds(specimens, copy_to_device(specimens, subject.make_batch(1)))
+        calls = separate_kinds(runner, copy_to_device(runner, subject.make_batch(1)))
         called = tuple(unit.name for unit in anatomy.units if unit.name in calls)
         if 0 < len(called) < len(anatomy.units):  # for example, image blocks with text-only samples
             others = len(anatomy.units) - len(called)
@@ -198,22 +198,22 @@ def _sweep_class(
             return _sweep_class(
                 of_called, runtime, device_class, progress, degree, sequence=sequence
             )
-        anatomy = anatomy.of_kinds(specimens.kind_of)
-    if device_class in settings.compiled and team is None:
-        specimens.compile(range(1, subject.global_batch + 1))
+        anatomy = anatomy.of_kinds(runner.kind_of)
+    if device_class in settings.compiled and tp_group is None:
+        runner.compile(range(1, subject.global_batch + 1))
     warm_up(runtime, TORCH_DTYPE[dtype])
-    name = device_class if team is None else f"{device_class}, one of {degree}"
+    name = device_class if tp_group is None else f"{device_class}, one of {degree}"
     name += ", positions divided" if sequence else ""
     found = sweep(
-        specimens,
+        runner,
         runtime,
         subject.make_batch,
         largest=subject.global_batch,
-        budget_s=subject.budget_s if team is None else subject.budget_s / 2,
+        budget_s=subject.budget_s if tp_group is None else subject.budget_s / 2,
         progress=lambda line: progress(f"{name}: {line}"),
     )
-    if specimens.compiled:
-        error = compiled_error(specimens, subject.make_batch(1))
+    if runner.compiled:
+        error = compiled_error(runner, subject.make_batch(1))
         told = COMPILE_NOT_COMPARED
         if error is not None:
             told = f"compiled units are {error:.2g} off the same units without"
@@ -222,7 +222,7 @@ def _sweep_class(
             uncompiled = replace(settings, compiled=settings.compiled - {device_class})
             plain = replace(subject, settings=uncompiled)
             found, anatomy, profile = _sweep_class(
-                plain, runtime, device_class, progress, kinds=specimens.kind_of
+                plain, runtime, device_class, progress, kinds=runner.kind_of
             )
             return replace(found, compile_finding=told), anatomy, profile
         found = replace(found, compiled=True, compile_finding=told)
@@ -234,7 +234,7 @@ def _split_units(
     subject: Workload,
     model: nn.Module,
     anatomy: ModelUnits,
-    team: FakeTensorParallelGroup,
+    tp_group: FakeTensorParallelGroup,
     *,
     sequence: bool,
 ) -> ModelUnits:
@@ -242,7 +242,7 @@ def _split_units(
     styles = resolve_tensor_plan(model, subject.tensor)
     every = [unit.name for unit in anatomy.units] if sequence else []
     whole = select_whole_model(anatomy)
-    return parallelize_model(anatomy, team, styles, part=whole, sequence=every)[0]
+    return parallelize_model(anatomy, tp_group, styles, part=whole, sequence=every)[0]
 
 
 def _measure_groups(
@@ -310,7 +310,7 @@ def _measure_group(
         device_class=alone.model_copy(
             update={
                 "units": _make_unit_times(found),
-                "chunked_head": None,
+                "chunked_cross_entropy": None,
                 "largest_micro_batch": found.points[-1].size,
                 "compiled": False,
             }
@@ -418,9 +418,9 @@ def _model_profile(
         ),
         root=RootUnit(
             trainable=anatomy.root.trainable,
-            frozen_bytes=frozen_bytes(anatomy.root.slots, TORCH_DTYPE[compute_dtype]),
-            packed_bytes=packed_bytes(anatomy.root.slots),
-            buffer_bytes=buffer_bytes(model),
+            frozen_bytes=count_frozen_bytes(anatomy.root.slots, TORCH_DTYPE[compute_dtype]),
+            packed_bytes=count_packed_bytes(anatomy.root.slots),
+            buffer_bytes=count_buffer_bytes(model),
             before=found.flows.before,
             after=found.flows.after,
             parameters=tuple(_root_parameters(anatomy.root, TORCH_DTYPE[compute_dtype])),
@@ -428,7 +428,9 @@ def _model_profile(
             # A head that did not fit takes more than all memory.
             head=curve(lambda p: p.backward_bytes.get(ROOT, memory_bytes)),
             backward=curve(lambda p: p.before_backward_bytes[ROOT]),
-            chunked_head=_if_known(found, [p.chunked_head_bytes for p in found.points]),
+            chunked_cross_entropy=_if_known(
+                found, [p.chunked_cross_entropy_bytes for p in found.points]
+            ),
             flops=first.flops[ROOT],
             before_flops=first.before_flops,
             backward_flops=first.backward_flops[ROOT],
@@ -444,8 +446,8 @@ def _make_unit_kind(found: Sweep, kind: str, unit: Unit, dtype: torch.dtype) -> 
         trainable=unit.trainable,
         matrices=_count_elements(unit, lambda p: p.dim() == 2),
         small=_count_elements(unit, lambda p: p.numel() < LEAST_QUANTISED),
-        frozen_bytes=frozen_bytes(unit.slots, dtype),
-        packed_bytes=packed_bytes(unit.slots),
+        frozen_bytes=count_frozen_bytes(unit.slots, dtype),
+        packed_bytes=count_packed_bytes(unit.slots),
         kept=curve(lambda p: p.kept[kind]),
         saved=curve(lambda p: p.saved[kind]),
         saved_forward=curve(lambda p: p.forward_most(p.saved_forward_bytes, kind)),
@@ -478,8 +480,8 @@ def _root_parameters(root: Unit, compute_dtype: torch.dtype) -> Iterator[RootPar
         yield RootParameter(
             name=slot.name,
             trainable=slot.window.numel if trained else 0,
-            frozen_bytes=frozen_bytes([slot], compute_dtype),
-            packed_bytes=packed_bytes([slot]),
+            frozen_bytes=count_frozen_bytes([slot], compute_dtype),
+            packed_bytes=count_packed_bytes([slot]),
         )
 
 

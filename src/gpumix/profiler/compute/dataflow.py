@@ -31,10 +31,10 @@ from gpumix.engine.schedule.remote_stage_values import (
     make_input_shape_key,
 )
 from gpumix.engine.sharding.absent_parameter import PERMITTED_FUNCTIONS
-from gpumix.engine.sharding.unit_discovery import frozen_bytes, packed_bytes
+from gpumix.engine.sharding.unit_discovery import count_frozen_bytes, count_packed_bytes
 from gpumix.engine.unit.unit_call import attach_leaf, find_reachable_leaves
 from gpumix.hardware.memory_limit import is_out_of_memory
-from gpumix.profiler.compute.unit_fixture import UnitFixture
+from gpumix.profiler.compute.unit_runner import UnitRunner
 from gpumix.schema.errors import GpumixError, get_first_line
 from gpumix.schema.plan.stage import StageInput
 from gpumix.schema.profile.profile import CallInputs, EndParameters
@@ -164,10 +164,10 @@ class _FlowRecorder(TorchFunctionMode):
             self._sources[tensor] = self._sources.get(tensor, set()) | sources
 
 
-def find_flows(specimens: UnitFixture, batch: Any, *, in_chunks: bool) -> DataFlow:
+def find_flows(runner: UnitRunner, batch: Any, *, in_chunks: bool) -> DataFlow:
     """Run the model on `batch`, with tensors on the device; `in_chunks` avoids full logits."""
     try:
-        return _trace_data_flow(specimens, batch, in_chunks=in_chunks)
+        return _trace_data_flow(runner, batch, in_chunks=in_chunks)
     except UnknownOutputError as error:
         told = f"{error.what}: {error.why}"
     except Exception as error:  # from the model's code, which runs in one stage
@@ -177,24 +177,24 @@ def find_flows(specimens: UnitFixture, batch: Any, *, in_chunks: bool) -> DataFl
     return DataFlow(before=EndParameters(), after=EndParameters(), needs=(), no_stages=told)
 
 
-def _trace_data_flow(specimens: UnitFixture, batch: Any, *, in_chunks: bool) -> DataFlow:
-    groups = specimens.root.bucket.groups
+def _trace_data_flow(runner: UnitRunner, batch: Any, *, in_chunks: bool) -> DataFlow:
+    groups = runner.root.bucket.groups
     notes = _FlowRecorder(
         {id(p): name for group in groups for p, name in group.names_by_parameter()}
     )
     returned: dict[object, Returned] = {}
     needed: list[set[Source]] = []
-    chunks = specimens.head_in_chunks() if in_chunks else nullcontext()
-    with specimens.start(batch) as walk, chunks, notes:
+    chunks = runner.head_in_chunks() if in_chunks else nullcontext()
+    with runner.start(batch) as walk, chunks, notes:
         walk.go_on()
         while walk.call is not None:
             notes.place = INSIDE_UNIT
-            if specimens.elsewhere is not None:
-                specimens.elsewhere.returned(walk.call)
-            alike = specimens.kind_of[walk.call.unit], make_input_shape_key(walk.call)
+            if runner.elsewhere is not None:
+                runner.elsewhere.returned(walk.call)
+            alike = runner.kind_of[walk.call.unit], make_input_shape_key(walk.call)
             if alike not in returned:
-                returned[alike] = specimens.returned(walk.call)
-            inside = specimens.shared_by[walk.call.unit]
+                returned[alike] = runner.returned(walk.call)
+            inside = runner.shared_by[walk.call.unit]
             for name in inside:
                 notes.uses[name].add((INSIDE_UNIT, False))
             leaves, _ = ArgumentsStructure.of(walk.call.args, walk.call.kwargs)
@@ -217,14 +217,14 @@ def _trace_data_flow(specimens: UnitFixture, batch: Any, *, in_chunks: bool) -> 
                 why="nothing uses what it returns",
             )
     # The first stage keeps parameters used by no stage: they belong to checkpoints.
-    unused = {slot.name for slot in specimens.root_slots}.difference(*needed)
+    unused = {slot.name for slot in runner.root_slots}.difference(*needed)
     needed[0] = needed[0] | unused
     before = [name for name, uses in notes.uses.items() if uses == {(0, True)}]
     after = [name for name, uses in notes.uses.items() if {p for p, _ in uses} == {notes.place}]
     return DataFlow(
-        before=_end(specimens, before),
-        after=_end(specimens, after),
-        needs=tuple(_needs(specimens, sources) for sources in needed),
+        before=_end(runner, before),
+        after=_end(runner, after),
+        needs=tuple(_needs(runner, sources) for sources in needed),
     )
 
 
@@ -267,22 +267,22 @@ def _chooses(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     )
 
 
-def _needs(specimens: UnitFixture, sources: set[Source]) -> CallInputs:
-    names = tuple(slot.name for slot in specimens.root_slots if slot.name in sources)
+def _needs(runner: UnitRunner, sources: set[Source]) -> CallInputs:
+    names = tuple(slot.name for slot in runner.root_slots if slot.name in sources)
     taken = [source for source in sources if isinstance(source, StageInput)]
     return CallInputs(
         root=names, outputs=tuple(sorted(taken, key=lambda one: (one.call, one.output)))
     )
 
 
-def _end(specimens: UnitFixture, names: Collection[str]) -> EndParameters:
-    chosen = [slot for slot in specimens.root_slots if slot.name in names]
+def _end(runner: UnitRunner, names: Collection[str]) -> EndParameters:
+    chosen = [slot for slot in runner.root_slots if slot.name in names]
     trained = [s.window.numel for s in chosen if s.parameter.requires_grad]
     return EndParameters(
         names=tuple(slot.name for slot in chosen),
         trainable=sum(trained),
-        frozen_bytes=frozen_bytes(chosen, specimens.compute_dtype),
-        packed_bytes=packed_bytes(chosen),
+        frozen_bytes=count_frozen_bytes(chosen, runner.compute_dtype),
+        packed_bytes=count_packed_bytes(chosen),
     )
 
 

@@ -25,7 +25,7 @@ from gpumix.cost.memory_layout.chunk_rows import (
     compute_chunk_rows,
 )
 from gpumix.engine.cross_entropy.linear_cross_entropy import Gradients, LinearCrossEntropy
-from gpumix.engine.loss.chunked_head import find_output_layer
+from gpumix.engine.loss.chunked_cross_entropy import find_output_layer
 from gpumix.engine.loss.objective import make_objective
 from gpumix.engine.model.kernel_selection import apply_efficiency
 from gpumix.engine.model.model_settings import find_unit_conflicts
@@ -36,8 +36,8 @@ from gpumix.hardware.estimates.kernel_choice import ChosenSettings
 from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.hardware.runtime import is_gpu
 from gpumix.profiler.compute.sweep import Progress, copy_to_device
-from gpumix.profiler.compute.unit_fixture import RecordedOutputs, UnitFixture
 from gpumix.profiler.compute.unit_kinds import separate_kinds
+from gpumix.profiler.compute.unit_runner import RecordedOutputs, UnitRunner
 from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, KernelSettings
 from gpumix.schema.errors import get_first_line
 from gpumix.schema.plan.stage import ComputeDtype
@@ -179,7 +179,7 @@ def _computed(
     anatomy = split_into_units(model, subject.units)
     find_unit_conflicts(model).switch_off()
     apply_efficiency(model, way, runtime.torch_device)
-    specimens = UnitFixture(
+    runner = UnitRunner(
         model,
         anatomy,
         device=runtime.torch_device,
@@ -188,34 +188,34 @@ def _computed(
         efficiency=way,
     )
     model.eval()  # dropout would draw
-    separate_kinds(specimens, copy_to_device(specimens, batch))
+    separate_kinds(runner, copy_to_device(runner, batch))
     generator = torch.Generator().manual_seed(0)
-    for unit in (specimens.root, *specimens.of_kind.values()):
+    for unit in (runner.root, *runner.of_kind.values()):
         for group in unit.bucket.groups:
             group.fill(lambda values: _fill(values, generator), generator)
     found: Computed = {}
-    root_gradients(specimens, batch, found)
+    root_gradients(runner, batch, found)
     seen: dict[str, RecordedOutputs] = {}
-    with specimens.start(copy_to_device(specimens, batch)) as walk:
+    with runner.start(copy_to_device(runner, batch)) as walk:
         walk.go_on()
-        while walk.call is not None and len(seen) < len(specimens.of_kind):
-            kind = specimens.kind_of[walk.call.unit]
+        while walk.call is not None and len(seen) < len(runner.of_kind):
+            kind = runner.kind_of[walk.call.unit]
             if kind not in seen:
-                seen[kind] = run_unit(specimens, walk.call, kind, found)
+                seen[kind] = run_unit(runner, walk.call, kind, found)
             walk.go_on(seen[kind].again(walk.call))
     return found
 
 
-def root_gradients(specimens: UnitFixture, batch: Any, found: Computed) -> None:
+def root_gradients(runner: UnitRunner, batch: Any, found: Computed) -> None:
     """Add gradients of root parameters used before the first unit, as in patch embeddings, to
     `found`, if the tables fit on the host."""
-    bucket = specimens.root.bucket
-    with specimens.start(copy_to_device(specimens, batch)) as walk:
+    bucket = runner.root.bucket
+    with runner.start(copy_to_device(runner, batch)) as walk:
         walk.go_on()
         if walk.call is None:
             return
         bucket.begin_gradient()
-        walk.root_backward(specimens.cut(walk.call).links)
+        walk.root_backward(runner.cut(walk.call).links)
     bucket.end_gradient()
     for group in bucket.trainable:
         for view, part in zip(group.views, group.gradient.split([v.numel() for v in group.views])):
@@ -224,11 +224,11 @@ def root_gradients(specimens: UnitFixture, batch: Any, found: Computed) -> None:
                 found[name] = part.float().cpu().clone()
 
 
-def run_unit(specimens: UnitFixture, call: Any, kind: str, found: Computed) -> RecordedOutputs:
+def run_unit(runner: UnitRunner, call: Any, kind: str, found: Computed) -> RecordedOutputs:
     """Run forward and backward of a call, and add the results to `found`."""
-    unit, generator = specimens.of_kind[kind], torch.Generator().manual_seed(1)
+    unit, generator = runner.of_kind[kind], torch.Generator().manual_seed(1)
     unit.bucket.begin_gradient()
-    cut = specimens.cut(call, recompute=False)
+    cut = runner.cut(call, recompute=False)
     outputs = RecordedOutputs.of(cut)
     tensors = [t for t in tree_leaves(outputs.value) if isinstance(t, torch.Tensor)]
     for number, tensor in enumerate(t for t in tensors if t.is_floating_point()):
@@ -244,20 +244,20 @@ def run_unit(specimens: UnitFixture, call: Any, kind: str, found: Computed) -> R
     return outputs
 
 
-def compiled_error(specimens: UnitFixture, batch: Any) -> float | None:
+def compiled_error(runner: UnitRunner, batch: Any) -> float | None:
     """Return the error of compiled units relative to uncompiled units in their dtype. None with
     dropout: single numbers say nothing, and disabling dropout would compile other code."""
     found: list[Computed] = [{}, {}, {}]
-    with specimens.start(copy_to_device(specimens, batch)) as walk:
+    with runner.start(copy_to_device(runner, batch)) as walk:
         walk.go_on()
         seen: dict[str, RecordedOutputs] = {}
-        while walk.call is not None and len(seen) < len(specimens.of_kind):
-            call, kind = walk.call, specimens.kind_of[walk.call.unit]
+        while walk.call is not None and len(seen) < len(runner.of_kind):
+            call, kind = walk.call, runner.kind_of[walk.call.unit]
             if kind not in seen:
-                with specimens.uncompiled():
+                with runner.uncompiled():
                     for plain in found[:2]:
-                        seen[kind] = run_unit(specimens, call, kind, plain)
-                run_unit(specimens, call, kind, found[2])
+                        seen[kind] = run_unit(runner, call, kind, plain)
+                run_unit(runner, call, kind, found[2])
             walk.go_on(seen[kind].again(walk.call))
     if find_largest_error(found[0], found[1]) > RANDOM_ERROR:
         return None

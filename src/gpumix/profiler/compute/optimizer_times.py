@@ -19,7 +19,7 @@ from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
 from gpumix.engine.optimizers.base import FullParameterOptimizer
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.memory_limit import count_as_host_memory
-from gpumix.profiler.compute.unit_fixture import tensor_bytes
+from gpumix.profiler.compute.unit_runner import tensor_bytes
 from gpumix.schema.curve import Curve
 from gpumix.schema.plan.optimizer_state import OptimizerState
 

@@ -32,11 +32,11 @@ from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.profiler.compute.call_order import check_all_called
 from gpumix.profiler.compute.dataflow import DataFlow, find_flows
 from gpumix.profiler.compute.memory_counter import FlopCounter, MemoryCounter
-from gpumix.profiler.compute.unit_fixture import (
+from gpumix.profiler.compute.unit_runner import (
     ModelRun,
     RecordedOutputs,
     Told,
-    UnitFixture,
+    UnitRunner,
     tensor_bytes,
 )
 from gpumix.schema.curve import Curve
@@ -93,8 +93,8 @@ class Point:
     part: dict[str, int] = field(default_factory=dict)
     # Collectives of a tensor-parallel group by unit kind and pass: operation and bytes of each.
     told: dict[tuple[str, Pass], list[Told]] = field(default_factory=dict)
-    chunked_head_s: float | None = None  # as `backward_s` of the root; None: not supported
-    chunked_head_bytes: int | None = None
+    chunked_cross_entropy_s: float | None = None  # as `backward_s` of the root; None: not supported
+    chunked_cross_entropy_bytes: int | None = None
 
     @property
     def has_full_logits(self) -> bool:
@@ -136,7 +136,7 @@ class Sweep:
 
 
 def sweep(
-    specimens: UnitFixture,
+    runner: UnitRunner,
     runtime: DeviceRuntime,
     make_batch: MakeBatch,
     *,
@@ -157,8 +157,8 @@ def sweep(
     with MemoryCounter(runtime) as memory:
         # Allocations of libraries at their first call do not belong to the model, nor does memory
         # for compiling, done for one sample and for more.
-        for size in (1, 2)[: largest if specimens.compiled else 1]:
-            measurement, batch = _Measurement(specimens, runtime, memory), make_batch(size)
+        for size in (1, 2)[: largest if runner.compiled else 1]:
+            measurement, batch = _Measurement(runner, runtime, memory), make_batch(size)
             calls = measurement.warm_up(batch)
     begun = time.perf_counter()
     found = Sweep(calls, [], measurement.flows(batch), *measurement.ends)
@@ -167,7 +167,7 @@ def sweep(
         size, started = sizes.pop(0), time.perf_counter()
         try:
             with MemoryCounter(runtime) as memory:
-                point = _Measurement(specimens, runtime, memory).run(make_batch(size))
+                point = _Measurement(runner, runtime, memory).run(make_batch(size))
         except Exception as error:
             if not is_out_of_memory(error) or not found.points:
                 raise
@@ -212,10 +212,8 @@ def _saturated(points: list[Point]) -> bool:
 class _Measurement:
     """Measurement of one micro-batch size: a first walk counts memory, later walks are timed."""
 
-    def __init__(
-        self, specimens: UnitFixture, runtime: DeviceRuntime, memory: MemoryCounter
-    ) -> None:
-        self._specimens = specimens
+    def __init__(self, runner: UnitRunner, runtime: DeviceRuntime, memory: MemoryCounter) -> None:
+        self._runner = runner
         self._runtime = runtime
         self._memory = memory
         self._splits = not split_backward.explain_unsupported()
@@ -230,13 +228,13 @@ class _Measurement:
         calls: tuple[str, ...] = ()
         try:
             calls = self._first_walk(batch)
-            self._count_chunked_head(batch, len(calls))
+            self._count_chunked_cross_entropy(batch, len(calls))
         except Exception as error:
-            if self._specimens.head.layer is None or not is_out_of_memory(error):
+            if self._runner.head.layer is None or not is_out_of_memory(error):
                 raise
         if not calls:  # full logits may not fit, and need not exist
             calls = self._first_walk(batch, in_chunks=True)
-        check_all_called(self._specimens.kind_of, calls)
+        check_all_called(self._runner.kind_of, calls)
         for kind, (call, _) in self._seen.items():
             self._count_unit(kind, call)
         if size == 1 and self._point.before_flops:
@@ -245,8 +243,8 @@ class _Measurement:
 
     def flows(self, batch: Batch) -> DataFlow:
         """Return the data flow between calls, after `warm_up`."""
-        specimens, in_chunks = self._specimens, not self._point.has_full_logits
-        return find_flows(specimens, copy_to_device(specimens, batch), in_chunks=in_chunks)
+        runner, in_chunks = self._runner, not self._point.has_full_logits
+        return find_flows(runner, copy_to_device(runner, batch), in_chunks=in_chunks)
 
     def run(self, batch: Batch) -> Point:
         calls = self.warm_up(batch)
@@ -264,22 +262,22 @@ class _Measurement:
 
     def _first_walk(self, batch: Batch, *, in_chunks: bool = False) -> tuple[str, ...]:
         """Run the model once to find a call of each kind, and measure the code between calls."""
-        specimens, point = self._specimens, self._point
+        runner, point = self._runner, self._point
         point.kept[ROOT] = 0
         self._seen.clear()
         self._outputs.clear()
         with (
-            specimens.start(self._on_device_counted(batch)) as walk,
-            specimens.head_in_chunks() if in_chunks else nullcontext(),
+            runner.start(self._on_device_counted(batch)) as walk,
+            runner.head_in_chunks() if in_chunks else nullcontext(),
         ):
             with FlopCounter() as flops, self._record_collectives(ROOT, "forward"):
                 point.kept[ROOT] += self._memory.measure_added(walk.go_on)
             if walk.call is None:
-                check_all_called(specimens.kind_of, ())
+                check_all_called(runner.kind_of, ())
             point.before_flops = flops.total / point.size
             outputs: Any = None
             while walk.call is not None:
-                kind = specimens.kind_of[walk.call.unit]
+                kind = runner.kind_of[walk.call.unit]
                 if self._has_more_gradients(kind, walk.call):
                     self._seen[kind] = (walk.call, self._forward_counted(kind, walk.call))
                     self._outputs[self._alike(walk.call)] = self._seen[kind][1]
@@ -300,10 +298,10 @@ class _Measurement:
                 walk.loss_backward()
             found = self._head_bytes(before, walk)
             self._count_gradients(walk)
-            if in_chunks and specimens.head.supported:
+            if in_chunks and runner.head.supported:
                 flops.total = before_stretch + self._head_flops(outputs)
                 backward.total = int(2 * self._head_flops(outputs))
-                point.chunked_head_bytes = found
+                point.chunked_cross_entropy_bytes = found
             else:
                 point.backward_bytes[ROOT] = found
             point.flops[ROOT] = flops.total / point.size
@@ -320,26 +318,26 @@ class _Measurement:
     @contextmanager
     def _record_collectives(self, name: str, way: Pass, *, more: bool = False) -> Iterator[None]:
         """Record a tensor-parallel group's collectives in a `with` block; `more` appends."""
-        team = self._specimens.team
-        if team is None:
+        tp_group = self._runner.tp_group
+        if tp_group is None:
             yield
             return
-        before = len(team.told)
+        before = len(tp_group.told)
         yield
         found = self._point.told.get((name, way), []) if more else []
-        self._point.told[name, way] = found + team.told[before:]
+        self._point.told[name, way] = found + tp_group.told[before:]
 
-    def _count_chunked_head(self, batch: Batch, calls: int) -> None:
-        specimens = self._specimens
-        with specimens.start(copy_to_device(specimens, batch)) as walk:
+    def _count_chunked_cross_entropy(self, batch: Batch, calls: int) -> None:
+        runner = self._runner
+        with runner.start(copy_to_device(runner, batch)) as walk:
             outputs = self._to_last_call(walk, calls)
             before = self._memory.current()
             self._memory.reset_peak()
-            with specimens.head_in_chunks():
+            with runner.head_in_chunks():
                 walk.go_on(outputs)
                 walk.loss_backward()
-            if specimens.head.supported:
-                self._point.chunked_head_bytes = self._head_bytes(before, walk)
+            if runner.head.supported:
+                self._point.chunked_cross_entropy_bytes = self._head_bytes(before, walk)
 
     def _head_bytes(self, before: int, walk: ModelRun) -> int:
         return max(0, self._memory.peak() - before - walk.gradient_bytes)
@@ -352,15 +350,15 @@ class _Measurement:
             walk.drop_gradients(number)
             self._memory.reset_peak()
             walk.backward(number)
-            kind = self._specimens.kind_of[walk.calls[number]] if number else ROOT
+            kind = self._runner.kind_of[walk.calls[number]] if number else ROOT
             _raise_maximum(point.before_backward_bytes, kind, self._memory.peak() - before)
             found.append(walk.gradient_bytes)
         point.gradients = found[::-1]
 
     def _head_flops(self, outputs: Any) -> float:
         """Return the FLOPs of logits that did not fit in memory."""
-        layer = self._specimens.head.layer
-        assert layer is not None, "else it does not run in chunks"
+        layer = self._runner.head.layer
+        assert layer is not None, "else there is no chunked cross-entropy"
         rows = max(t.numel() for t in _leaves(outputs)) // layer.in_features
         return 2.0 * rows * layer.in_features * layer.out_features
 
@@ -368,14 +366,14 @@ class _Measurement:
         made: list[Batch] = []
 
         def move() -> None:
-            made.append(copy_to_device(self._specimens, batch))
+            made.append(copy_to_device(self._runner, batch))
 
         self._point.kept[ROOT] += self._memory.measure_added(move)
         return made[0]
 
     def _forward_counted(self, kind: str, call: UnitCall) -> RecordedOutputs:
         with FlopCounter() as flops:  # compiled code hides operations
-            returned = self._specimens.returned(call)
+            returned = self._runner.returned(call)
         sizes = {n: t.nbytes for n, t in enumerate(returned.leaves) if torch.is_tensor(t)}
         self._point.outputs[kind] = sizes
         for divided in filter(
@@ -386,7 +384,7 @@ class _Measurement:
         del returned
         before = self._memory.current()
         self._memory.reset_peak()
-        cut = self._specimens.cut(call)
+        cut = self._runner.cut(call)
         with self._record_collectives(kind, "forward"):
             outputs = RecordedOutputs.of(cut)
         kept = self._memory.current() - before  # includes the cut's memory for its backward
@@ -396,11 +394,11 @@ class _Measurement:
 
     def _count_unit(self, kind: str, call: UnitCall) -> None:
         point, memory = self._point, self._memory
-        cut = self._specimens.cut(call)
+        cut = self._runner.cut(call)
         cut.forward()
         with self._record_collectives(kind, "backward"):
             point.backward_bytes[kind], point.gradient[kind] = self._backward_counted(cut)
-        kept = self._specimens.cut(call, recompute=False)
+        kept = self._runner.cut(call, recompute=False)
         before = memory.current()
         memory.reset_peak()
         outputs = kept.forward()
@@ -417,8 +415,8 @@ class _Measurement:
             self._count_backward_flops(kind, call)
 
     def _count_backward_flops(self, kind: str, call: UnitCall) -> None:
-        with self._specimens.uncompiled():  # compiled code hides operations
-            cut = self._specimens.cut(call, recompute=False)
+        with self._runner.uncompiled():  # compiled code hides operations
+            cut = self._runner.cut(call, recompute=False)
             cut.forward()
             _give_gradients(cut.leaves)
             with FlopCounter() as flops:
@@ -429,7 +427,7 @@ class _Measurement:
     def _count_split(self, kind: str, call: UnitCall) -> None:
         """Measure memory between the two parts of a split backward, and the larger working set."""
         point, memory, before = self._point, self._memory, self._memory.current()
-        cut = self._specimens.cut(call, recompute=False)
+        cut = self._runner.cut(call, recompute=False)
         cut.forward()
         _give_gradients(cut.leaves)
         memory.reset_peak()
@@ -451,10 +449,10 @@ class _Measurement:
         return max(0, self._memory.peak() - before), gradients
 
     def _count_backward_flops_before_units(self, batch: Batch) -> None:
-        specimens = self._specimens
-        with specimens.start(copy_to_device(specimens, batch)) as walk:
+        runner = self._runner
+        with runner.start(copy_to_device(runner, batch)) as walk:
             walk.go_on()
-            first = specimens.cut(walk.call).links if walk.call else []
+            first = runner.cut(walk.call).links if walk.call else []
             with FlopCounter() as flops:
                 walk.root_backward(first)
         self._point.before_backward_flops = float(flops.total)
@@ -466,11 +464,11 @@ class _Measurement:
         for kind, (call, _) in self._seen.items():
             forward, backward, gradient = [], [], []
             for _ in range(REPEATS):
-                cut = self._specimens.cut(call)
+                cut = self._runner.cut(call)
                 forward.append(self._timed(cut.forward))
                 _give_gradients(cut.leaves)
                 backward.append(self._timed(cut.backward))
-                kept = self._specimens.cut(call, recompute=False)
+                kept = self._runner.cut(call, recompute=False)
                 kept.forward()
                 _give_gradients(kept.leaves)
                 gradient.append(self._timed(kept.backward))
@@ -482,7 +480,7 @@ class _Measurement:
 
     def _parts_timed(self, call: UnitCall) -> tuple[float, float]:
         """Return the seconds of both parts of a split backward."""
-        halved = self._specimens.cut(call, recompute=False)
+        halved = self._runner.cut(call, recompute=False)
         halved.forward()
         _give_gradients(halved.leaves)
         first = self._timed(partial(halved.backward, splits=True))
@@ -492,28 +490,28 @@ class _Measurement:
         return first, second
 
     def _time_root(self, batch: Batch, calls: int) -> None:
-        specimens, point = self._specimens, self._point
+        runner, point = self._runner, self._point
         forward: list[float] = []
         before: list[float] = []
         ways: dict[bool, list[float]] = {}  # by chunked
-        if point.chunked_head_bytes is not None:
+        if point.chunked_cross_entropy_bytes is not None:
             ways[True] = []
         if point.has_full_logits:
             ways[False] = []
         for _ in range(REPEATS):
             for in_chunks, backward in ways.items():
-                with specimens.start(copy_to_device(specimens, batch)) as walk:
+                with runner.start(copy_to_device(runner, batch)) as walk:
                     forward.append(self._timed(walk.go_on))
-                    first = specimens.cut(walk.call).links if walk.call else []
+                    first = runner.cut(walk.call).links if walk.call else []
                     outputs = self._to_last_call(walk, calls)
-                    with specimens.head_in_chunks() if in_chunks else nullcontext():
+                    with runner.head_in_chunks() if in_chunks else nullcontext():
                         head_s = self._timed(partial(walk.go_on, outputs))
                         head_s += self._timed(walk.loss_backward)
                     before.append(self._timed(partial(walk.root_backward, first)))
                     backward.append(head_s + before[-1])
         point.forward_s[ROOT], point.gradient_s[ROOT] = median_high(forward), median_high(before)
         taken = {in_chunks: median_high(backward) for in_chunks, backward in ways.items()}
-        point.chunked_head_s = taken.get(True)
+        point.chunked_cross_entropy_s = taken.get(True)
         point.backward_s[ROOT] = taken[False] if point.has_full_logits else taken[True]
 
     def _to_last_call(self, walk: ModelRun, calls: int) -> Any:
@@ -527,11 +525,11 @@ class _Measurement:
         assert walk.call is not None
         alike = self._alike(walk.call)
         if alike not in self._outputs:
-            self._outputs[alike] = RecordedOutputs.of(self._specimens.cut(walk.call))
+            self._outputs[alike] = RecordedOutputs.of(self._runner.cut(walk.call))
         return self._outputs[alike].again(walk.call)
 
     def _alike(self, call: UnitCall) -> object:
-        return self._specimens.kind_of[call.unit], make_input_shape_key(call)
+        return self._runner.kind_of[call.unit], make_input_shape_key(call)
 
     def _timed(self, work: Callable[[], object]) -> float:
         self._runtime.synchronize()
@@ -542,16 +540,16 @@ class _Measurement:
         return time.perf_counter() - begun
 
 
-def copy_to_device(specimens: UnitFixture, batch: Batch) -> Batch:
+def copy_to_device(runner: UnitRunner, batch: Batch) -> Batch:
     """Copy a batch to the device, in the engine's layout and dtype."""
-    dtype, device = specimens.compute_dtype, specimens.device
+    dtype, device = runner.compute_dtype, runner.device
 
     def move(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         kept = dtype if value.is_floating_point() else value.dtype
         moved = value.to(device, kept, copy=True)
-        return to_channels_last(moved) if specimens.images_last else moved
+        return to_channels_last(moved) if runner.images_last else moved
 
     return tree_map(move, batch)
 

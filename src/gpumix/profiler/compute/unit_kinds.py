@@ -22,35 +22,37 @@ from gpumix.engine.schedule.remote_stage_values import (
     hand_over,
     make_input_shape_key,
 )
-from gpumix.profiler.compute.unit_fixture import WEIGHT_STD, UnitFixture
+from gpumix.profiler.compute.unit_runner import WEIGHT_STD, UnitRunner
 
 
-def separate_kinds(specimens: UnitFixture, batch: Any) -> list[str]:
+def separate_kinds(runner: UnitRunner, batch: Any) -> list[str]:
     """Make separate kinds of units with different inputs or outputs, and return the called units.
 
     Args:
         batch: a small batch, with tensors on the device.
     """
-    assert specimens.elsewhere is not None, "a team's units are of the kinds that one rank's are"
+    assert runner.elsewhere is not None, (
+        "a tensor-parallel group's units are of the kinds that one rank's are"
+    )
     done: dict[str, set[object]] = defaultdict(set)
     computed: dict[str, Returned] = {}
-    with specimens.start(batch) as walk, specimens.head_in_chunks():
+    with runner.start(batch) as walk, runner.head_in_chunks():
         walk.go_on()
         while walk.call is not None:
-            call, kind = walk.call, specimens.kind_of[walk.call.unit]
+            call, kind = walk.call, runner.kind_of[walk.call.unit]
             if kind not in computed:
-                computed[kind] = specimens.returned(call)
+                computed[kind] = runner.returned(call)
             try:
-                returned = specimens.elsewhere.returned(call)
+                returned = runner.elsewhere.returned(call)
             except UnknownOutputError:
                 returned = computed[kind]  # assume the outputs of its kind
             looks = _describe_outputs(returned)
             done[call.unit].add((make_input_shape_key(call), looks))
             if looks == _describe_outputs(computed[kind]):
                 returned = computed[kind]
-            leaves = [_make_values(leaf, call, specimens.device) for leaf in returned.leaves]
+            leaves = [_make_values(leaf, call, runner.device) for leaf in returned.leaves]
             walk.go_on(hand_over(call, returned, leaves))
-    specimens.divide(_assign_kinds(specimens.kind_of, done))
+    runner.divide(_assign_kinds(runner.kind_of, done))
     return walk.calls
 
 

@@ -24,7 +24,7 @@ class KernelSettings(Value):
     tf32: bool = Field(default=False, description="fp32 products on tensor cores, in 10 bits")
     attention: Attention = Field(default="own", description="`own` is what the model comes with")
     kernels: Kernels = Field(default="torch", description="of norms and gated layers")
-    loss: LossKernel = Field(default="torch", description="of a head in chunks")
+    loss: LossKernel = Field(default="torch", description="of chunked cross-entropy")
     fused_optimizer: bool = Field(default=True, description="whether its update is one kernel")
     channels_last: bool = Field(default=False, description="how batches of images lie in memory")
 

@@ -167,7 +167,8 @@ class Space(Value):
             return f"tensor parallel degree {min(other)}"
         ways = {stage.sequence for stage in plan.stages if stage.tensor > 1}
         if unwanted := ways - set(self.sequence_parallel):
-            return f"teams {'with' if True in unwanted else 'without'} a divided sequence"
+            have = "with" if True in unwanted else "without"
+            return f"tensor parallelism {have} sequence parallelism"
         stages = len(plan.stages)
         if not self.min_pipeline_stages <= stages <= (self.max_pipeline_stages or stages):
             return f"{stages} stages"

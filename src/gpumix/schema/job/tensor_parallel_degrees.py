@@ -31,8 +31,8 @@ def check_degrees_fit(cluster: Cluster, space: Space) -> None:
     place, on = ("island", "in one island") if islands else ("host", "on one host")
     below = f"{largest} at most, or to 1" if largest > 1 else "1"
     raise InputError(
-        f"no {place} has {min(space.tensor_parallel_size)} devices of one class, which make a team "
-        "together",
+        f"no {place} has {min(space.tensor_parallel_size)} devices of one class for a "
+        "tensor-parallel group",
         code="tensor-parallel-size-too-large",
         where="techniques.tensor_parallel_size",
         why=f"{on} there are at most {there}",

@@ -13,7 +13,7 @@ from itertools import accumulate
 from numbers import Integral
 
 from gpumix.schema.errors import InputError
-from gpumix.schema.plan.plan import Plan, Taker
+from gpumix.schema.plan.plan import BatchWorker, Plan
 from gpumix.schema.plan.splitting import scale_offset, split_rows
 
 Shares = Sequence[int] | Plan
@@ -54,7 +54,7 @@ class BatchShare:
         return tuple(range(*(scale_offset(total, end, whole) for end in ends)) for ends in rows)
 
 
-def get_batch_workers(shares: Shares) -> tuple[Taker, ...]:
+def get_batch_workers(shares: Shares) -> tuple[BatchWorker, ...]:
     """Return the workers of the (first) stage with their parts of the batch, in order. For lists of
     samples and plans without a prediction, a worker's speed is its number of samples.
 
@@ -62,8 +62,10 @@ def get_batch_workers(shares: Shares) -> tuple[Taker, ...]:
         InputError: a share is negative or not an integer, or all are zero.
     """
     if not isinstance(shares, Plan):
-        return tuple(Taker((n,), float(size)) for n, size in enumerate(_check_samples(shares)))
-    return shares.takers
+        return tuple(
+            BatchWorker((n,), float(size)) for n, size in enumerate(_check_samples(shares))
+        )
+    return shares.batch_workers
 
 
 def get_batch_share(shares: Shares, rank: int) -> BatchShare:

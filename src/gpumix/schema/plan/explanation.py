@@ -80,7 +80,8 @@ class Reasons(Value):
     )
     in_no_tp_group: tuple[str, ...] = Field(
         default=(),
-        description="devices that may not compute alone, and are too few on their host for a team",
+        description="devices that may not compute alone, and are too few on their host for a "
+        "tensor-parallel group",
     )
     dtypes: tuple[DtypeReason, ...] = Field(
         default=(), description="of the classes, where not all compute in the same, or not well"

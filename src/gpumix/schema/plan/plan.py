@@ -56,7 +56,7 @@ class Collectives(Value):
         return "padded" in (self.gather, self.reduce)
 
 
-class Taker(NamedTuple):
+class BatchWorker(NamedTuple):
     """A worker that processes parts of the batch.
 
     Attributes:
@@ -201,7 +201,9 @@ class Plan(Document):
             for where, shares in self._state_shares(stage):
                 self._check_state_shares(where, shares, alike=alike)
         if self.sharding == "host" and any(stage.tensor > 1 for stage in self.stages):
-            raise ValueError("hosts repeat no state of teams: sharding 'host' is without them")
+            raise ValueError(
+                "hosts repeat no state of tensor-parallel groups: sharding 'host' excludes them"
+            )
         if self.waves > 1:
             self._check_waves()
         if self.parameters_on == "host":
@@ -213,7 +215,9 @@ class Plan(Document):
     def _check_parameters_on_hosts(self) -> None:
         """Check that each host can have a copy of all parameters, and update it."""
         if len(self.stages) > 1 or self.uses_tensor_parallel:
-            raise ValueError("`parameters_on: host` is for plans of one stage, without teams")
+            raise ValueError(
+                "`parameters_on: host` is for plans of one stage, without tensor-parallel groups"
+            )
         if self.zero_stage != 3:
             raise ValueError(
                 "`parameters_on: host` keeps no parameters on devices: write `zero_stage: 3`"
@@ -503,9 +507,9 @@ class Plan(Document):
         for stage in self.stages:
             of_seat: dict[int, list[WavePart]] = {}
             for turn in stage.turns(self._waves_of_rows):
-                of_team = of_seat.setdefault(turn.seats.start, [])
-                of_team.append(turn)
-                of_seat.update(dict.fromkeys(turn.seats, of_team))
+                of_group = of_seat.setdefault(turn.seats.start, [])
+                of_group.append(turn)
+                of_seat.update(dict.fromkeys(turn.seats, of_group))
             found.append(of_seat)
         return tuple(found)
 
@@ -525,14 +529,16 @@ class Plan(Document):
         return self.waves if len(self.stages) > 1 else 1
 
     @cached_property
-    def takers(self) -> tuple[Taker, ...]:
+    def batch_workers(self) -> tuple[BatchWorker, ...]:
         """Workers of the first stage with their parts of the batch, in order. Without a prediction
         a worker's speed is its number of samples."""
         if self._is_read_once:
-            return tuple(Taker((n,), self._speed(w)) for n, w in enumerate(self.workers))
+            return tuple(BatchWorker((n,), self._speed(w)) for n, w in enumerate(self.workers))
         stage, ranks = self.stages[0], self.ranks_of(0)
         return tuple(
-            Taker(self.numbers_of(ranks[seats.start], 0), self._speed(stage.workers[seats.start]))
+            BatchWorker(
+                self.numbers_of(ranks[seats.start], 0), self._speed(stage.workers[seats.start])
+            )
             for seats in stage.seats
         )
 

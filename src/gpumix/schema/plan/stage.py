@@ -46,7 +46,7 @@ class Mode(Value):
         kept = "recompute" if self.recompute else "keep graphs"
         where = " from host" if self.boundary == "host" else ""
         order = ", sequential" if self.order == "sequential" else ""
-        return f"{kept}{where}{order}{', head in chunks' if self.head == 'chunked' else ''}"
+        return f"{kept}{where}{order}{', chunked cross-entropy' if self.head == 'chunked' else ''}"
 
 
 PLAIN = Mode()
@@ -82,7 +82,7 @@ class Worker(Value):
         default=1,
         ge=1,
         description="of the parts into which its stage divides units, those that it computes; its "
-        "team computes the others",
+        "tensor-parallel group computes the others",
     )
     compile: bool = Field(default=False, description="whether its units run in compiled code")
     compute_dtype: ComputeDtype = "fp32"
@@ -152,9 +152,9 @@ class Stage(Value):
     """A contiguous range of units, and their workers in rank order.
 
     With tensor parallelism units are divided into `tensor` parts. Consecutive workers with all
-    parts are a *team* (tensor-parallel group): they compute the same micro-batches together, and
-    share the state of each part with the workers of other teams having that part. A worker with all
-    parts is a team of its own, so workers of a stage may differ in tensor parallel degree.
+    parts are a *tensor-parallel group*: they compute the same micro-batches together, and share the
+    state of each part with the workers of other groups having that part. A worker with all parts is
+    a group of its own, so workers of a stage may differ in tensor parallel degree.
 
     `units` are the module names of the unit calls in forward order, without the root unit; a unit
     called twice is listed twice. With several stages, `takes` and `root` are all that a stage needs
@@ -170,8 +170,8 @@ class Stage(Value):
     )
     sequence: bool = Field(
         default=False,
-        description="whether each worker of a team has a part of the positions of a sample where "
-        "units are not divided: sequence parallelism",
+        description="sequence parallelism: whether each worker of a tensor-parallel group has a "
+        "part of the positions of a sample where units are not divided",
     )
     joined: int = Field(
         default=1, ge=1, description="units in a row that are gathered and reduced as one"
@@ -211,37 +211,40 @@ class Stage(Value):
         return self
 
     @model_validator(mode="after")
-    def _whole_teams(self) -> Self:
+    def _whole_tp_groups(self) -> Self:
         if self.sequence and self.tensor == 1:
-            raise ValueError("only workers that are a team divide the positions of a sample")
-        for team in self.tp_groups:
-            names = ", ".join(w.device for w in team)
-            if len({w.parts for w in team}) > 1 or len(team) * team[0].parts != self.tensor:
+            raise ValueError(
+                "only workers of a tensor-parallel group divide the positions of a sample"
+            )
+        for tp_group in self.tp_groups:
+            names = ", ".join(w.device for w in tp_group)
+            parts = [w.parts for w in tp_group]
+            if len(set(parts)) > 1 or sum(parts) != self.tensor:
                 raise ValueError(
-                    f"{'workers' if len(team) > 1 else 'worker'} {names} cannot form a team: their "
-                    f"parts ({', '.join(str(w.parts) for w in team)}) are to be alike and to add "
-                    f"up to {self.tensor}, the stage's tensor parallel degree"
+                    f"{'workers' if len(tp_group) > 1 else 'worker'} {names} cannot form a "
+                    f"tensor-parallel group: their parts ({', '.join(map(str, parts))}) are to be "
+                    f"alike and to add up to {self.tensor}, the stage's tensor parallel degree"
                 )
             alike = {
                 (w.samples, w.micro_batch, w.state_share, w.mode, w.kept_graphs, w.compute_dtype)
-                for w in team
+                for w in tp_group
             }
             if len(alike) > 1:
                 raise ValueError(
-                    f"the workers of a team ({names}) must have the same samples, micro-batch, "
-                    "state share, mode, kept graphs and dtype"
+                    f"the workers of a tensor-parallel group ({names}) must have the same samples, "
+                    "micro-batch, state share, mode, kept graphs and dtype"
                 )
-            if len(team) > 1 and any(w.compile for w in team):
+            if len(tp_group) > 1 and any(w.compile for w in tp_group):
                 raise ValueError("units that several workers compute together are not compiled")
         if self.tensor > 1 and len({w.mode.head for w in self.workers}) > 1:
             raise ValueError(
-                "either all workers of a stage with teams make the head in chunks, or none: it is "
-                "not divided where it is made so"
+                "with tensor parallelism all workers of a stage use chunked cross-entropy, or none "
+                "does: it does not divide the head"
             )
         if min(w.parts for w in self.workers) > 1:
             raise ValueError(
-                f"a tensor parallel degree of {self.tensor} is more than any team has workers: "
-                f"make it {max(len(team) for team in self.tp_groups)}"
+                f"a tensor parallel degree of {self.tensor} is more than any group has workers: "
+                f"make it {max(len(tp_group) for tp_group in self.tp_groups)}"
             )
         return self
 

@@ -172,7 +172,7 @@ class RootUnit(Value):
         description="working set of the backward of the code before the first unit, the gradients "
         "of what that is given in it; None: not measured, it takes less than others",
     )
-    chunked_head: Curve | None = Field(
+    chunked_cross_entropy: Curve | None = Field(
         default=None,
         description="the same as `head` where some rows of the logits are made at a time; None: "
         "the model cannot run so",
@@ -323,7 +323,7 @@ class ClassProfile(Value):
 
     `units` has a time for each unit kind. Under `ROOT`, forward is the code before the first unit,
     backward is head and loss in both passes plus the backward of the code before the first unit,
-    and gradient is that last part alone. `chunked_head` equals backward with chunked cross-entropy.
+    and gradient is that last part alone. `chunked_cross_entropy` is backward with it.
 
     `largest_micro_batch` is the largest one measured: a larger one was not worth the time or did
     not fit. Plans stay within this limit, except with strategy `model`. None means no limit.
@@ -335,7 +335,7 @@ class ClassProfile(Value):
 
     device_class: str
     units: dict[str, UnitTimes]
-    chunked_head: Curve | None = None
+    chunked_cross_entropy: Curve | None = None
     optimizer_s_per_element: float = Field(ge=0)
     framework_bytes: Count = Field(description="context and libraries, before any tensor")
     largest_micro_batch: int | None = Field(default=None, ge=1)
@@ -418,7 +418,7 @@ class TensorParallelProfile(Value):
             after which hidden states are complete again before the next call.
     """
 
-    degree: int = Field(ge=2, description="ranks of a team")
+    degree: int = Field(ge=2, description="ranks of a tensor-parallel group")
     sequence: bool = Field(
         default=False, description="whether each has its part of the positions between them"
     )
@@ -434,7 +434,7 @@ class TensorParallelProfile(Value):
         for of_class in self.classes:
             self.model.check_timed(of_class)
             if (name := of_class.device_class) not in self.told:
-                raise ValueError(f"what teams on device class '{name}' tell each other is missing")
+                raise ValueError(f"'told' has no entry for device class '{name}'")
         return self
 
 
@@ -546,17 +546,14 @@ class Profile(Document):
         if len({(m.fingerprint, m.calls, m.kind_of_call) for m in models}) > 1:
             raise ValueError("the models of different dtypes are not the same model")
         for c in self.classes:
-            if c.chunked_head and not self.model.root.chunked_head:
+            if c.chunked_cross_entropy and not self.model.root.chunked_cross_entropy:
                 raise ValueError(
-                    f"class '{c.device_class}' runs the head in chunks, whose memory is not known"
+                    f"class '{c.device_class}' uses chunked cross-entropy, of unknown memory"
                 )
-        refuse_duplicates(
-            "tensor-parallel group",
-            (f"{t.degree}, {t.sequence}" for t in self.tp_profiles),
-            "is described twice",
-        )
-        if any(team.model.fingerprint != self.model.fingerprint for team in self.tp_profiles):
-            raise ValueError("what teams compute is another model")
+        groups = (f"{one.degree}, {one.sequence}" for one in self.tp_profiles)
+        refuse_duplicates("tensor-parallel group", groups, "is described twice")
+        if any(one.model.fingerprint != self.model.fingerprint for one in self.tp_profiles):
+            raise ValueError("the model of the tensor-parallel groups is another one")
         unknown = {c.compute_dtype for c in self.classes} - {m.compute_dtype for m in models}
         if unknown:
             raise ValueError(f"a class computes in {min(unknown)}, whose memory was not measured")

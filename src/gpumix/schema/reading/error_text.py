@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 from gpumix.schema.cluster.cluster import CLASS_NAME
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import FACTORY
-from gpumix.schema.reading.known_names import KEY_BY_NAME
+from gpumix.schema.reading.job_key_aliases import KEY_BY_ALIAS
 from gpumix.schema.reading.yaml_locations import Keys, Tree, YamlLocation, show_keys, show_value
 
 M = TypeVar("M", bound=BaseModel)
@@ -173,7 +173,7 @@ def _guess_meant_key(model: type[BaseModel], keys: Keys) -> str | None:
     """Guess the valid key meant by an unknown key: by a name known from elsewhere, an equally named
     nested key, or a similar name. Relative to the key's section, if it is in it."""
     name, every = str(keys[-1]), list(_dotted(model))
-    known = KEY_BY_NAME.get(".".join(map(str, keys)))
+    known = KEY_BY_ALIAS.get(".".join(map(str, keys)))
     if known in every:
         return known.removeprefix("".join(f"{key}." for key in keys[:-1]))
     deeper = [k for k in every if k.endswith(f".{name}")] if len(keys) == 1 else []

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from gpumix.schema.errors import InputError, make_missing_file_error
-from gpumix.schema.file_errors import why_unreadable
+from gpumix.schema.file_errors import explain_unreadable
 from gpumix.schema.files import open_for_reading
 
 Keys = tuple[str | int, ...]
@@ -117,7 +117,7 @@ def load_yaml(path: Path, what: str) -> Tree:
             f"cannot read the {what} file",
             code="file-unreadable",
             where=str(path),
-            why=why_unreadable(error),
+            why=explain_unreadable(error),
             fix="give a file that can be read, /dev/stdin or <(command)",
         ) from error
     if len(data) > MAX_BYTES:

@@ -32,7 +32,7 @@ from gpumix.train.checkpoint.collective_errors import (
     CollectiveActions,
     make_timeout_error,
 )
-from gpumix.train.checkpoint.dcp_storage import Index, read, write
+from gpumix.train.checkpoint.dcp_storage import Index, read_boxes, write_boxes
 from gpumix.train.checkpoint.host_copy import (
     HostCopy,
     Tensors,
@@ -324,7 +324,7 @@ class Checkpointer:
 
     def _write(self, part: Path, manifest: Manifest, tensors: Tensors) -> Path:
         ranks = self._ranks
-        index, own = write(part, tensors, ranks)  # complete on rank 0 only, where needed
+        index, own = write_boxes(part, tensors, ranks)  # complete on rank 0 only, where needed
 
         def read_back() -> dict[str, SavedFile]:
             for name, saved in own.items():
@@ -413,7 +413,11 @@ class Checkpointer:
 
         (path, manifest, index), passed = checkpoint_folder.take_first_intact(paths, take)
         content.restore(
-            engine, optimizer, manifest, index, lambda tensors: read(path, index, tensors, ranks)
+            engine,
+            optimizer,
+            manifest,
+            index,
+            lambda tensors: read_boxes(path, index, tensors, ranks),
         )
         return LoadedState(path, manifest.step, dict(manifest.cursor), dict(manifest.extra), passed)
 

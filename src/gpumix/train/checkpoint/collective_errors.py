@@ -27,7 +27,7 @@ from gpumix.schema.errors import (
     format_in_one_line,
     rebuild_error,
 )
-from gpumix.schema.file_errors import FULL, how_to_write
+from gpumix.schema.file_errors import FULL, describe_write_fix
 from gpumix.train.checkpoint.background import BackgroundTimeout
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ def make_joint_error(error: BaseException, what: str, folder: Path) -> GpumixErr
         code="checkpoint-io-failed",
         where=where,
         why=f"{os.strerror(code) if code else system}{file}",
-        fix=", ".join(filter(None, [how_to_write(system), _FURTHER_FIXES.get(code)])),
+        fix=", ".join(filter(None, [describe_write_fix(system), _FURTHER_FIXES.get(code)])),
     )
 
 

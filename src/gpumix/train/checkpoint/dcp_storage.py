@@ -292,7 +292,7 @@ class Index(Value):
 # -- to files and back -----------------------------------------------------------------------------
 
 
-def write(
+def write_boxes(
     folder: Path, tensors: Mapping[str, Mapping[str, Any]], ranks: CollectiveActions
 ) -> tuple[Index, dict[str, SavedFile]]:
     """Write all ranks' boxes into `folder`, a file per rank. Collective.
@@ -350,7 +350,7 @@ def _describe(folder: Path, index: Index, written: Sequence[_Written]) -> None:
     dcp.FileSystemWriter(folder).finish(metadata, [results])
 
 
-def read(
+def read_boxes(
     folder: Path, index: Index, tensors: Mapping[str, BoxedTensor], ranks: CollectiveActions
 ) -> None:
     """Fill the boxes in `tensors` with the values stored under the boxes' names. Collective.
@@ -376,7 +376,7 @@ class ByteSource(Protocol):
 def read_from(
     index: Index, tensors: Mapping[str, BoxedTensor], ranks: CollectiveActions, source: ByteSource
 ) -> None:
-    """Fill the boxes in `tensors` like `read`, from memory."""
+    """Fill the boxes in `tensors` like `read_boxes`, from memory."""
     reader = _BytesReader(index, source)
     ranks.run_on_all(
         lambda: _load(tensors, reader), NONE_TYPE, "read a checkpoint in memory", Path("memory")

@@ -28,7 +28,7 @@ from gpumix.data.core.tokenizer import FileTokenizer, make_byte_tokenizer_files,
 from gpumix.engine.model.adapters import find_base_name
 from gpumix.schema import files
 from gpumix.schema.errors import GpumixError, InputError, MachineError, get_first_line
-from gpumix.schema.file_errors import how_to_write, why_unreadable
+from gpumix.schema.file_errors import describe_write_fix, explain_unreadable
 from gpumix.train.checkpoint.checkpoint_folder import (
     find_script_files,
     list_checkpoints,
@@ -37,7 +37,7 @@ from gpumix.train.checkpoint.checkpoint_folder import (
 from gpumix.train.checkpoint.checkpointer import open_checkpoint
 from gpumix.train.checkpoint.collective_errors import CollectiveActions
 from gpumix.train.checkpoint.content import MODEL
-from gpumix.train.checkpoint.dcp_storage import BoxedTensor, Index, StoredTensor, read
+from gpumix.train.checkpoint.dcp_storage import BoxedTensor, Index, StoredTensor, read_boxes
 from gpumix.train.checkpoint.manifest import MANIFEST, Manifest, make_damaged_error, verify
 from gpumix.train.checkpoint.merged_model import MergedModel
 
@@ -135,7 +135,7 @@ def export(
             code="export-not-writable",
             where=str(to),
             why=get_first_line(error),
-            fix=f"{how_to_write(system)}, or choose another folder",
+            fix=f"{describe_write_fix(system)}, or choose another folder",
         ) from error
     finally:
         files.remove_quietly(part)
@@ -253,7 +253,7 @@ def _check_side_file(file: Path) -> None:
             )
     except (OSError, ValueError) as error:
         raise InputError(
-            why_unreadable(error), code="side-file-unreadable", where=str(file)
+            explain_unreadable(error), code="side-file-unreadable", where=str(file)
         ) from error
 
 
@@ -386,7 +386,7 @@ def _read(
         tensor = index.tensors[name]
         tensors[name] = torch.empty(tensor.shape, dtype=_saved_dtype(tensor, dtype))
     boxed = {name: BoxedTensor.whole(tensor) for name, tensor in tensors.items()}
-    read(checkpoint, index, boxed, CollectiveActions(None))
+    read_boxes(checkpoint, index, boxed, CollectiveActions(None))
     return tensors
 
 

@@ -22,7 +22,7 @@ from gpumix.engine.model.adapters import (
 )
 from gpumix.engine.model.frozen_base import DigestingSource, FrozenBase, format_sum
 from gpumix.engine.quantised.linear_layers import is_transposed
-from gpumix.engine.quantised.packed_weight import PackedWeight
+from gpumix.engine.quantised.quantised_parameter import QuantisedParameter
 from gpumix.engine.sharding.initial_weights import make_source
 from gpumix.engine.sharding.unit_discovery import ParameterSlot, split_into_units
 from gpumix.schema.errors import InputError
@@ -80,12 +80,12 @@ class MergedModel:
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a parameter before it is exported."""
         parameter = self._of_base[name].parameter
-        return torch.float32 if isinstance(parameter, PackedWeight) else parameter.dtype
+        return torch.float32 if isinstance(parameter, QuantisedParameter) else parameter.dtype
 
     @staticmethod
     def _shape(slot: ParameterSlot) -> torch.Size:
         parameter = slot.parameter
-        if not isinstance(parameter, PackedWeight):
+        if not isinstance(parameter, QuantisedParameter):
             return parameter.shape
         shape = parameter.format.shape
         return shape[::-1] if is_transposed(parameter.owner) else shape
@@ -98,7 +98,7 @@ class MergedModel:
         layer = self._layers.get(slot.name.removesuffix(".base_layer.weight"))
         if layer is not None and slot.name.endswith(".base_layer.weight"):
             values = self._merge(slot.name.removesuffix(".base_layer.weight"), layer, values)
-        transposed = isinstance(slot.parameter, PackedWeight) and is_transposed(
+        transposed = isinstance(slot.parameter, QuantisedParameter) and is_transposed(
             slot.parameter.owner
         )
         return values.T.contiguous() if transposed else values
@@ -106,7 +106,7 @@ class MergedModel:
     def _read_base(self, slot: ParameterSlot) -> torch.Tensor:
         parameter = slot.parameter
         flat = self._source(slot.name, parameter, 0, parameter.numel())
-        if isinstance(parameter, PackedWeight):
+        if isinstance(parameter, QuantisedParameter):
             return parameter.format.dequantise(parameter.format.views(flat)).float()
         return flat.view(parameter.shape)
 

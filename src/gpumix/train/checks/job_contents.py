@@ -19,7 +19,7 @@ from gpumix.engine.sharding.initial_weights import make_source
 from gpumix.engine.sharding.unit_discovery import split_into_units
 from gpumix.engine.tensor_parallel.plans import resolve_tensor_plan
 from gpumix.schema.cluster.cluster import Cluster
-from gpumix.schema.files import scratch_folder
+from gpumix.schema.files import make_scratch_folder
 from gpumix.schema.job.job import Job
 from gpumix.schema.units import format_count, show_bytes
 from gpumix.train.checks.attention_heads import check_config_heads
@@ -74,7 +74,7 @@ def check_contents(job: Job, cluster: Cluster, folder: Path) -> tuple[str, list[
     if data.dataset is not None:
         rows = count_saved_rows(folder / data.dataset, data.column)
         return f"{format_count(rows, 'row')} of {data.dataset}", []
-    with scratch_folder() as cache:
+    with make_scratch_folder() as cache:
         vocabulary = get_vocabulary_size(job.model)
         train, held_out = open_data(job, folder, cache, vocabulary=vocabulary)
         require_held_out(job, held_out)

@@ -11,8 +11,8 @@ from gpumix.cost.loading_memory import count_fp32_bytes
 from gpumix.engine.sharding.unit_discovery import (
     ModelUnits,
     ParameterSlot,
-    frozen_bytes,
-    packed_bytes,
+    count_frozen_bytes,
+    count_packed_bytes,
 )
 from gpumix.hardware.host.environment import available_host_bytes
 from gpumix.schema.cluster.cluster import Cluster
@@ -46,4 +46,6 @@ def check_loading_memory(anatomy: ModelUnits, cluster: Cluster) -> None:
 def _count_loading_bytes(slots: Sequence[ParameterSlot]) -> int:
     """Return `compute_loading_bytes` of a part of the model, computing in 16 bits."""
     trained = sum(slot.window.numel for slot in slots if slot.parameter.requires_grad)
-    return count_fp32_bytes(trained, frozen_bytes(slots, torch.bfloat16), packed_bytes(slots))
+    return count_fp32_bytes(
+        trained, count_frozen_bytes(slots, torch.bfloat16), count_packed_bytes(slots)
+    )

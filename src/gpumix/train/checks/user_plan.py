@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpumix.cost.model_match import FIX, check_settings_have_effect, check_units
-from gpumix.cost.peak_memory import usable_bytes
+from gpumix.cost.peak_memory import compute_usable_bytes
 from gpumix.cost.predict import predict
 from gpumix.hardware.estimates.stated_peak import find_stated_peak
 from gpumix.hardware.estimates.what_if import scale_memory
@@ -157,7 +157,7 @@ def check_plan_fits_memory(plan: Plan, cluster: Cluster) -> None:
     """
     for expected in plan.prediction.workers if plan.prediction is not None else ():
         name = cluster.device(expected.device).device_class
-        usable = usable_bytes(cluster.class_named(name))
+        usable = compute_usable_bytes(cluster.class_named(name))
         if expected.peak_bytes > usable:
             raise NoFeasiblePlanError(
                 f"the plan needs {show_bytes(expected.peak_bytes)} where "

@@ -254,13 +254,13 @@ def _describe_choices(plan: Plan) -> str:
 def _schedule(plan: Plan) -> str:
     """Describe the path of micro-batches through tensor-parallel groups and stages."""
     sizes = ", ".join(map(str, plan.degrees))
-    teams = f"; tensor-parallel groups of {sizes}" if plan.uses_tensor_parallel else ""
+    groups = f"; tensor-parallel groups of {sizes}" if plan.uses_tensor_parallel else ""
     if any(stage.sequence for stage in plan.stages):
-        teams += ", with sequence parallelism"
+        groups += ", with sequence parallelism"
     waves = f" in {plan.waves} waves" if plan.waves > 1 else ""
     if len(plan.stages) == 1:
-        return f"; micro-batches{waves}{teams}" if waves else teams
-    return f"; {len(plan.stages)} pipeline stages, schedule {plan.schedule}{waves}{teams}"
+        return f"; micro-batches{waves}{groups}" if waves else groups
+    return f"; {len(plan.stages)} pipeline stages, schedule {plan.schedule}{waves}{groups}"
 
 
 def _worth(worth: ClassWorth) -> list[str]:

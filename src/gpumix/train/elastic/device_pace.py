@@ -87,10 +87,10 @@ def split_samples(
     ]
     heapq.heapify(ends)
     for _ in range(total - sum(samples)):
-        _, team = heapq.heappop(ends)
-        samples[team] += 1
-        if samples[team] < most[team]:
-            heapq.heappush(ends, (paces[team].seconds(samples[team] + 1), team))
+        _, group = heapq.heappop(ends)
+        samples[group] += 1
+        if samples[group] < most[group]:
+            heapq.heappush(ends, (paces[group].seconds(samples[group] + 1), group))
     return tuple(samples)
 
 
@@ -110,7 +110,7 @@ def _with_samples(stage: Stage, samples: Sequence[int]) -> Stage:
         worker.model_copy(
             update={"samples": count, "micro_batch": min(worker.micro_batch or largest, count)}
         )
-        for count, team in zip(samples, stage.tp_groups, strict=True)
-        for worker in team
+        for count, tp_group in zip(samples, stage.tp_groups, strict=True)
+        for worker in tp_group
     )
     return stage.model_copy(update={"workers": workers})

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import InputError
-from gpumix.schema.files import lines_in, open_for_reading
+from gpumix.schema.files import iterate_lines, open_for_reading
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.schema.units import format_count, show_seconds
@@ -193,7 +193,7 @@ def apply_split(plan: Plan, told: Mapping[str, Any]) -> Plan:
 def _lines(path: Path) -> list[str]:
     """Return the lines with possible events; the record of a long run has many more."""
     with open_for_reading(path) as stream:
-        return [line.decode(errors="replace") for line in lines_in(stream) if _MARK in line]
+        return [line.decode(errors="replace") for line in iterate_lines(stream) if _MARK in line]
 
 
 def _newest_first(path: Path) -> Iterator[dict[str, Any]]:

@@ -34,7 +34,9 @@ def limit_samples_by_memory(profile: Profile, plan: Plan) -> tuple[int, ...]:
         fits = [worker.peak_bytes <= worker.memory_limit_bytes for worker in expected]
         return [all(fits[rank] for rank in ranks) for ranks in plan.list_tp_groups(0)]
 
-    return _bisect_limits([team[0].samples for team in stage.tp_groups], plan.global_batch, fits)
+    return _bisect_limits(
+        [tp_group[0].samples for tp_group in stage.tp_groups], plan.global_batch, fits
+    )
 
 
 def _bisect_limits(
@@ -56,12 +58,12 @@ def _bisect_limits(
 def idle_paces(profile: Profile, plan: Plan) -> dict[int, DevicePace]:
     """Return the predicted paces, by number, of groups without samples in the plan."""
     (stage,) = plan.stages
-    counts = [team[0].samples for team in stage.tp_groups]
+    counts = [tp_group[0].samples for tp_group in stage.tp_groups]
     if all(counts):
         return {}
     busy = with_samples(plan, [count or 1 for count in counts])
     busy = busy.model_copy(update={"prediction": predict(profile, busy)})
-    leaders = [team[0] for team in busy.stages[0].tp_groups]
+    leaders = [tp_group[0] for tp_group in busy.stages[0].tp_groups]
     return {n: predict_pace(busy, leaders[n]) for n, count in enumerate(counts) if not count}
 
 

@@ -34,7 +34,7 @@ def redeal_micro_batches(profile: Profile, plan: Plan) -> Plan | None:
 
 def list_samples_by_stage(plan: Plan) -> list[list[int]]:
     """Return the samples of each group of each stage."""
-    return [[team[0].samples for team in stage.tp_groups] for stage in plan.stages]
+    return [[tp_group[0].samples for tp_group in stage.tp_groups] for stage in plan.stages]
 
 
 def _compute_exchange_size(plan: Plan) -> int | None:
@@ -52,9 +52,9 @@ def _compute_exchange_size(plan: Plan) -> int | None:
 
 def _redeal_stage(profile: Profile, plan: Plan, number: int, size: int) -> Plan:
     """Deal the micro-batches of a stage; return the plan itself without a clear gain."""
-    teams, every = plan.stages[number].tp_groups, list_samples_by_stage(plan)
+    tp_groups, every = plan.stages[number].tp_groups, list_samples_by_stage(plan)
     now = [count // size for count in every[number]]
-    paces = [predict_pace(plan, team[0]).scale_samples(size) for team in teams]
+    paces = [predict_pace(plan, tp_group[0]).scale_samples(size) for tp_group in tp_groups]
     clearly_s = slowest_s(paces, now) * (1.0 - LEAST_GAIN_EACH)
     most = [plan.global_batch // size if count else 0 for count in now]
     for _ in range(MOST_TRIALS):
@@ -67,7 +67,11 @@ def _redeal_stage(profile: Profile, plan: Plan, number: int, size: int) -> Plan:
         full = {w.device for w in expected.workers if w.peak_bytes > w.memory_limit_bytes}
         if not full:
             return dealt.model_copy(update={"prediction": expected})
-        more = [n for n, team in enumerate(teams) if team[0].device in full and counts[n] > now[n]]
+        more = [
+            n
+            for n, tp_group in enumerate(tp_groups)
+            if tp_group[0].device in full and counts[n] > now[n]
+        ]
         if not more:
             return plan
         for n in more:

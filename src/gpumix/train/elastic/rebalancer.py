@@ -157,12 +157,12 @@ class Rebalancer:
         self._room = room
         self._dealer = SampleDealer.of(plan)
         self._most = [
-            limit if least or team in self._idle else 0
-            for team, (least, limit) in enumerate(zip(self._least, room.most))
+            limit if least or group in self._idle else 0
+            for group, (least, limit) in enumerate(zip(self._least, room.most))
         ]
         self._planned = [
-            self._idle.get(team) or predict_pace(plan, worker)
-            for team, worker in enumerate(leaders)
+            self._idle.get(group) or predict_pace(plan, worker)
+            for group, worker in enumerate(leaders)
         ]
         self._refused: list[DevicePace] = []  # paces for which no state moves
 
@@ -292,14 +292,14 @@ class Rebalancer:
         deviation."""
         factors = self._factors(seconds)
         usual = _median(factors.values())
-        paces = [pace.times(factors.get(team, usual)) for team, pace in enumerate(self._planned)]
+        paces = [pace.times(factors.get(group, usual)) for group, pace in enumerate(self._planned)]
         reads = [host if n else "" for host, n in zip(self._hosts, self.samples)]
         return limit_by_reading(paces, reads, self._read_per_s)
 
     def _factors(self, seconds: Sequence[float]) -> dict[int, float]:
         """Return actual over planned time of each group with samples."""
         every = enumerate(zip(self._planned, self.samples, seconds))
-        return {team: s / planned.seconds(n) for team, (planned, n, s) in every if n}
+        return {group: s / planned.seconds(n) for group, (planned, n, s) in every if n}
 
     def _gains(self, change: SplitChange, seconds: Sequence[float]) -> bool:
         """Return True if the change would have been right in a step."""
@@ -315,10 +315,10 @@ class Rebalancer:
         """Describe the device deviating most from the rest, against the plan."""
         factors = self._factors(seconds)
         usual = _median(factors.values())
-        team = max(factors, key=lambda n: max(factors[n] / usual, usual / factors[n]))
-        factor = factors[team] / usual
+        group = max(factors, key=lambda n: max(factors[n] / usual, usual / factors[n]))
+        factor = factors[group] / usual
         times = f"{factor:.2f} times as long as" if factor >= 1 else f"{factor:.2f} of the time of"
-        return f"device '{self._devices[team]}' takes {times} the others, against the plan"
+        return f"device '{self._devices[group]}' takes {times} the others, against the plan"
 
 
 def _median(factors: Collection[float]) -> float:

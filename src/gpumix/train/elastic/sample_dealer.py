@@ -55,7 +55,7 @@ class SampleDealer:
         """Return the time of the slowest group of each wave, added up."""
         if self.waves == 1:
             return slowest_s(paces, samples)
-        waves = [self._divide(team, count) for team, count in enumerate(samples)]
+        waves = [self._divide(group, count) for group, count in enumerate(samples)]
         *others, last = zip(*waves, strict=True)
         working = [DevicePace(0.0, pace.sample_s) for pace in paces]
         return sum(slowest_s(working, wave) for wave in others) + slowest_s(paces, last)
@@ -67,9 +67,9 @@ class SampleDealer:
         (stage,) = plan.stages
         workers = tuple(
             worker.model_copy(
-                update={"samples": count, "micro_batch": self._size_micro_batches(team, count)}
+                update={"samples": count, "micro_batch": self._size_micro_batches(group, count)}
             )
-            for team, (count, members) in enumerate(zip(samples, stage.tp_groups, strict=True))
+            for group, (count, members) in enumerate(zip(samples, stage.tp_groups, strict=True))
             for worker in members
         )
         stages = (stage.model_copy(update={"workers": workers}),)
@@ -89,34 +89,34 @@ class SampleDealer:
         if sum(most) < total or sum(samples) > total:
             return None
         a_wave = [0] * len(most)
-        ends = [(pace.sample_s, team) for team, pace in enumerate(paces) if most[team]]
+        ends = [(pace.sample_s, group) for group, pace in enumerate(paces) if most[group]]
         heapq.heapify(ends)
         left = total - sum(samples)
         while left:
-            _, team = heapq.heappop(ends)
-            a_wave[team] += 1
-            count = min(max(samples[team], self.waves * a_wave[team]), most[team])
-            more = min(left, count - samples[team])
-            samples[team] += more
+            _, group = heapq.heappop(ends)
+            a_wave[group] += 1
+            count = min(max(samples[group], self.waves * a_wave[group]), most[group])
+            more = min(left, count - samples[group])
+            samples[group] += more
             left -= more
-            if samples[team] < most[team]:
-                heapq.heappush(ends, (paces[team].sample_s * (a_wave[team] + 1), team))
+            if samples[group] < most[group]:
+                heapq.heappush(ends, (paces[group].sample_s * (a_wave[group] + 1), group))
         return tuple(samples)
 
     def _fills(self, samples: Sequence[int]) -> bool:
         """Return True if some group has a micro-batch for each wave."""
-        sizes = [self._size_micro_batches(team, count) for team, count in enumerate(samples)]
+        sizes = [self._size_micro_batches(group, count) for group, count in enumerate(samples)]
         return any(-(-count // size) >= self.waves for count, size in zip(samples, sizes) if size)
 
-    def _divide(self, team: int, samples: int) -> tuple[int, ...]:
+    def _divide(self, group: int, samples: int) -> tuple[int, ...]:
         """Return the samples of a group in each wave."""
-        size = self._size_micro_batches(team, samples)
+        size = self._size_micro_batches(group, samples)
         return _count_in_waves(samples, size, self.waves)
 
-    def _size_micro_batches(self, team: int, samples: int) -> int:
+    def _size_micro_batches(self, group: int, samples: int) -> int:
         """Return the size of a group's micro-batches, up to the plan's; of a group without samples
         in the plan up to the largest."""
-        planned = self.leaders[team]
+        planned = self.leaders[group]
         if samples == planned.samples:
             return planned.micro_batch
         most = planned.micro_batch or max(leader.micro_batch for leader in self.leaders)

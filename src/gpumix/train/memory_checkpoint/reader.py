@@ -26,7 +26,7 @@ from gpumix.train.memory_checkpoint.mmap_file import map_file
 MESSAGE_BYTES = 1 << 28  # per message
 
 
-def load(
+def load_state(
     home: MemoryFolder,
     held: Sequence[StateCopy],
     found: NewestState,

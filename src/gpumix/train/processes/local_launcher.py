@@ -40,9 +40,9 @@ from gpumix.hardware.host.environment import count_gpus_by_nvml, is_stopped
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import DeviceFailure, GpumixError, Interrupted, RankInterrupted, RankLost
 from gpumix.schema.files import (
+    make_process_scratch,
+    make_scratch_folder,
     open_lock_file,
-    scratch_folder,
-    scratch_for_process,
     write_bytes,
 )
 from gpumix.train.console.terminal import show_waiting
@@ -115,8 +115,8 @@ def warm_up(imports: Sequence[str] = (), *, preload: Sequence[str] = PRELOAD) ->
     settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if "tempdir" not in settings:
         is_short = len(os.fsencode(tempfile.gettempdir())) <= SOCKET_FOLDER_BYTES
-        settings["tempdir"] = str(scratch_for_process(None if is_short else SHORT_TEMP))
-    modules = [*preload, *imports, "gpumix.train.processes.freeze_gc"]
+        settings["tempdir"] = str(make_process_scratch(None if is_short else SHORT_TEMP))
+    modules = [*preload, *imports, "gpumix.train.processes.fork_server_preload"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     with _interrupts_ignored():
         ensure_running()
@@ -155,7 +155,7 @@ def launch(
     with ExitStack() as held:
         with show_waiting("starting ranks"):  # their server imports torch first
             store, port = held.enter_context(loopback_store())
-            notes = held.enter_context(scratch_folder())
+            notes = held.enter_context(make_scratch_folder())
             held.callback(_end_all, children)
             for rank, device in enumerate(devices):
                 asked_at = None if stop is None else stop.at
@@ -507,13 +507,13 @@ class _RankMonitor:
 def _describe_positions(store: Any, children: Sequence[_RankProcess]) -> str:
     """Return a text on where ranks are, grouped by place."""
     from gpumix.engine.rank_group import request_positions
-    from gpumix.engine.sharding.state_dict import some_of
+    from gpumix.engine.sharding.state_dict import join_some_names
 
     places = request_positions(store, [c.seat.rank for c in children]) if children else {}
     at: dict[str, list[str]] = {}
     for rank, place in places.items():
         at.setdefault(place, []).append(f"rank {rank}")
-    return "".join(f"; {some_of(ranks)} stood at {place}" for place, ranks in at.items())
+    return "".join(f"; {join_some_names(ranks)} stood at {place}" for place, ranks in at.items())
 
 
 def _raise_cause(children: list[_RankProcess]) -> None:

@@ -33,7 +33,7 @@ from gpumix.hardware.host.environment import disable_agent_store
 from gpumix.schema.errors import MachineError, get_first_line
 from gpumix.schema.value import Value
 from gpumix.train.processes.store import create_listening_store
-from gpumix.train.processes.tcp_liveness import find_own_address
+from gpumix.train.processes.tcp_connections import find_own_address
 
 NAME = "gpumix"
 DEFAULT_PORT = 29400  # where the endpoint names none, as in torch

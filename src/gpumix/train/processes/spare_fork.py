@@ -149,9 +149,9 @@ class _SpareProcess:
     """Work of a spare, in the form of a multiprocessing process."""
 
     def _bootstrap(self, parent_sentinel: int) -> int:
-        from gpumix.train.processes import freeze_gc
+        from gpumix.train.processes import fork_server_preload
 
-        freeze_gc.ignore_sigterm()
+        fork_server_preload.ignore_sigterm()
         listener, end = _server._inherited_fds
         tracker: Any = resource_tracker._resource_tracker
         for file in (parent_sentinel, _server._forkserver_alive_fd, tracker._fd):

@@ -16,7 +16,7 @@ from gpumix.engine.comm.heartbeat import STOPPED_TIMEOUT_S
 from gpumix.hardware.host.environment import restrict_to_loopback
 from gpumix.schema.errors import MachineError, get_first_line
 from gpumix.train.processes.local_launcher import RankAddress
-from gpumix.train.processes.tcp_liveness import (
+from gpumix.train.processes.tcp_connections import (
     listen_at,
     set_connection_timeouts,
     wait_for_disconnects,
@@ -115,10 +115,10 @@ def create_listening_store(host: str, port: int, *, one_host: bool) -> dist.TCPS
         MachineError: listening fails, or remote ranks could not connect.
     """
     with listen_at(host, port, one_host=one_host) as server:
-        return store_on(server, host)
+        return create_store(server, host)
 
 
-def store_on(server: socket.socket, host: str) -> dist.TCPStore:
+def create_store(server: socket.socket, host: str) -> dist.TCPStore:
     """Create the store of a run on a listening socket; the store lives as long as the object."""
     return dist.TCPStore(
         host,

@@ -47,7 +47,7 @@ from gpumix.train.elastic.recovery import Lessons, Restart
 from gpumix.train.processes.local_launcher import RankAddress
 from gpumix.train.processes.runner import LocalRunner, Runner
 from gpumix.train.processes.stop_signals import StopRequest
-from gpumix.train.processes.tcp_liveness import find_own_address, listen_for_watchers
+from gpumix.train.processes.tcp_connections import find_own_address, listen_for_watchers
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.progress import mark_failed, read_last_failure, read_last_update
 from gpumix.train.run_log.summary import Summary
@@ -270,14 +270,14 @@ class TorchrunRunner(Runner):
         """Return the cluster of the devices found by all ranks, in the order of ranks."""
         own: tuple[Device, DeviceClass] | None = None
         try:
-            own = own_device(self._place)
+            own = discover_own_device(self._place)
         except InputError as error:
             if not self._place.restarted:
                 raise
             self._no_device = error  # it had a device before the restart
         word, _ = self._arrive()
         store = self._store(f"{word}/devices")
-        cluster, self._met = meet_devices(store, self._place, own)
+        cluster, self._met = exchange_devices(store, self._place, own)
         return cluster
 
     def _arrive(self) -> tuple[str, list[Arrival]]:
@@ -292,13 +292,13 @@ class TorchrunRunner(Runner):
             own = Arrival(
                 host=socket.gethostname(),
                 local_rank=place.local_rank,
-                agent=agent(),
+                agent=identify_agent(),
                 address=address,
                 process=process,
                 begun=read_start_time(process),
                 port=self._watched.getsockname()[1] if self._watched else 0,
             )
-            self._arrived = arrive(store, place.rank, place.world, own)
+            self._arrived = exchange_arrivals(store, place.rank, place.world, own)
             from gpumix.engine.comm.init_distributed import warn_of_open_agents
 
             warn_of_open_agents()
@@ -360,7 +360,7 @@ def make_rank_address(place: TorchrunPlace, device: Device) -> RankAddress:
     )
 
 
-def own_device(place: TorchrunPlace) -> tuple[Device, DeviceClass]:
+def discover_own_device(place: TorchrunPlace) -> tuple[Device, DeviceClass]:
     """Return the device of a process started by torchrun, from the devices of this host.
 
     Raises:
@@ -379,7 +379,7 @@ def own_device(place: TorchrunPlace) -> tuple[Device, DeviceClass]:
     return device, mine.class_named(device.device_class)
 
 
-def meet_devices(
+def exchange_devices(
     store: dist.Store, place: TorchrunPlace, own: tuple[Device, DeviceClass] | None
 ) -> tuple[Cluster, tuple[Device | None, ...]]:
     """Exchange devices; return the cluster, and the device of each rank, if any. Collective.
@@ -407,7 +407,7 @@ def meet_devices(
         ) from error
 
 
-def arrive(
+def exchange_arrivals(
     store: dist.Store, rank: int, world: int, own: Arrival, *, timeout_s: float = MEETING_S
 ) -> tuple[str, list[Arrival]]:
     """Return a word known only to the ranks of this start, and their arrivals. The store may have
@@ -468,7 +468,7 @@ def _wait_for_key(store: dist.Store, key: str, who: str) -> str:
     return _get_if_set(store, key)
 
 
-def agent() -> str:
+def identify_agent() -> str:
     """Identify the parent process: host, pid and start time, as pids are reused."""
     parent = os.getppid()
     return f"{socket.gethostname()}/{parent}/{read_start_time(parent)}"

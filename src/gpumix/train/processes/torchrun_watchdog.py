@@ -29,7 +29,7 @@ from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import GpumixError, RankLost, get_first_line
 from gpumix.train.processes.local_launcher import RankAddress
 from gpumix.train.processes.store import connect_store
-from gpumix.train.processes.tcp_liveness import Presence, WatchedConnection
+from gpumix.train.processes.tcp_connections import Presence, WatchedConnection
 from gpumix.train.processes.torchrun_runner import Arrival
 
 # Time for a rank whose store is gone to report it itself.

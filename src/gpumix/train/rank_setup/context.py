@@ -24,7 +24,7 @@ from gpumix.hardware.host.environment import cache_folder, hide_gpus, record_col
 from gpumix.hardware.memory_limit import count_as_host_memory, is_fragmented, is_out_of_memory
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.errors import InputError, OutOfMemory, RankLost, get_first_line
-from gpumix.schema.files import folder_for_library
+from gpumix.schema.files import make_library_folder
 from gpumix.schema.job.job import Job
 from gpumix.schema.units import show_bytes
 from gpumix.train.console.terminal import get_stderr_console
@@ -121,7 +121,7 @@ def join_run(seat: RankAddress, task: Task) -> Iterator[RankContext]:
 
 def _record_collectives(folder: Path) -> None:
     with suppress(OSError):  # of a host not sharing the run's folder
-        folder_for_library(folder)
+        make_library_folder(folder)
         record_collectives(folder / "rank_")
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from gpumix.schema.errors import InputError
-from gpumix.schema.files import lines_from_end, lines_in, open_for_reading
+from gpumix.schema.files import iterate_lines, iterate_lines_from_end, open_for_reading
 from gpumix.schema.units import format_count
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.metrics import (
@@ -133,7 +133,7 @@ def load_history(folder: Path, *, newest_bytes: int | None = None) -> History:
         with open_for_reading(path) as file:
             if newest_bytes is not None:
                 file.seek(_find_newest(file, newest_bytes))
-            return read_history(lines_in(file))
+            return read_history(iterate_lines(file))
     except OSError as error:
         raise make_unreadable_error(path, error.strerror or str(error)) from error
 
@@ -148,7 +148,7 @@ def make_unreadable_error(path: Path, why: str) -> InputError:
 def _find_newest(file: BufferedReader, newest_bytes: int) -> int:
     """Return where the newest lines begin."""
     size, steps = file.seek(0, os.SEEK_END), 0
-    for begin, line in lines_from_end(file):
+    for begin, line in iterate_lines_from_end(file):
         steps += line[:_BEGIN] in _STEP
         if steps > FIGURE_STEPS and size - begin >= newest_bytes:
             return begin

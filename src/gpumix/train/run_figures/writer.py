@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import Any, BinaryIO, TextIO
 
 from gpumix.schema.errors import Interrupted, MachineError, get_first_line
-from gpumix.schema.file_errors import how_to_write
+from gpumix.schema.file_errors import describe_write_fix
 from gpumix.schema.files import (
     copy_bytes,
-    lines_from_end,
-    lines_in,
+    iterate_lines,
+    iterate_lines_from_end,
     open_for_reading,
     open_log,
     replace_atomically,
@@ -209,7 +209,7 @@ def _raise_unwritable(file: Path) -> Iterator[None]:
             code="run-file-not-writable",
             where=str(file),
             why=error.strerror or str(error),
-            fix=f"{how_to_write(error)}; then run the same command again, with --resume if a "
+            fix=f"{describe_write_fix(error)}; then run the same command again, with --resume if a "
             "checkpoint was saved",
         ) from error
 
@@ -231,7 +231,7 @@ def _copy_until(path: Path, step: int, into: BinaryIO) -> None:
         begin = _end_of_step(file, step)
         file.seek(0)
         copy_bytes(file, into, begin)
-        for line in lines_in(file):
+        for line in iterate_lines(file):
             with suppress(ValueError, KeyError, TypeError, RecursionError):
                 if line.endswith(b"\n") and json.loads(line)["step"] <= step:
                     into.write(line)
@@ -239,7 +239,7 @@ def _copy_until(path: Path, step: int, into: BinaryIO) -> None:
 
 def _end_of_step(file: BufferedReader, step: int) -> int:
     """Return the end of the line of the last step up to `step`; 0 without such a line."""
-    for begin, line in lines_from_end(file):
+    for begin, line in iterate_lines_from_end(file):
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             told = json.loads(line) if _OF_STEP in line else {}
             if told.get("event") == "step" and told["step"] <= step:

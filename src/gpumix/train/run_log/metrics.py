@@ -158,8 +158,8 @@ def speed_of(
     if step_s <= 0:
         return RankSpeed()
     worker = plan.workers[rank]
-    team = len(plan.get_tp_group(rank, plan.stages_of(rank)[0]))
-    tokens_per_s = tokens / team / step_s
+    tp_size = len(plan.get_tp_group(rank, plan.stages_of(rank)[0]))
+    tokens_per_s = tokens / tp_size / step_s
     expected, peak = plan.expected_of(rank), _peak_of(plan, worker.device_class)
     if (done := part.known) is None:
         return RankSpeed(tokens_per_s)

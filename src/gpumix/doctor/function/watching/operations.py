@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 
-class OperationLooker(Protocol):
+class OperationReceiver(Protocol):
     """A receiver of operations."""
 
     def begin(self) -> None: ...
@@ -26,7 +26,7 @@ class OperationInspector(TorchDispatchMode):
     """A dispatch mode passing each operation to all lookers, from `begin` to `end`; it slows steps
     down."""
 
-    def __init__(self, *lookers: OperationLooker) -> None:
+    def __init__(self, *lookers: OperationReceiver) -> None:
         super().__init__()
         self._lookers = lookers
         self._on = False

@@ -15,7 +15,7 @@ from gpumix.engine.weights.file_parameter import (
     make_valueless_error,
     set_source,
 )
-from gpumix.engine.weights.quantised_source import PackedWeightSource, PartSource
+from gpumix.engine.weights.quantised_source import PartSource, QuantisedParameterSource
 
 
 class QuantisedFileParameter(FileParameter):
@@ -46,9 +46,9 @@ class QuantisedFileParameter(FileParameter):
         return make_quantised_parameter(self._packed_source)
 
     @property
-    def _packed_source(self) -> PackedWeightSource:
+    def _packed_source(self) -> QuantisedParameterSource:
         source = get_source(self)
-        assert isinstance(source, PackedWeightSource)
+        assert isinstance(source, QuantisedParameterSource)
         return source
 
     def _with_own_values(self, made: torch.Tensor) -> FileParameter:
@@ -59,7 +59,7 @@ class QuantisedFileParameter(FileParameter):
         return FileParameter.of(source, requires_grad=False)
 
 
-def make_quantised_parameter(source: PackedWeightSource) -> nn.Parameter:
+def make_quantised_parameter(source: QuantisedParameterSource) -> nn.Parameter:
     """Return the parameter of a quantised weight in files."""
     parts = source.format.parts
     tensors: dict[str, torch.Tensor] = {

@@ -1,4 +1,4 @@
-"""Runnable specimens of a model on one device: one unit of each kind, and the root unit.
+"""Runner of a model's units on one device: one unit of each kind, and the root unit.
 
 The model's own forward determines the inputs of a unit. Only one unit of each kind has memory and
 is computed; all others receive its outputs. So a model too large for a device can be profiled on
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.engine.comm.communicator import Communicator, Pending, PooledTensor
-from gpumix.engine.loss.chunked_head import ChunkedHead
+from gpumix.engine.loss.chunked_cross_entropy import ChunkedCrossEntropy
 from gpumix.engine.loss.reduction import Objective
 from gpumix.engine.model.forward_coroutine import (
     Coroutine,
@@ -36,7 +36,7 @@ from gpumix.engine.model.unit_values import (
 from gpumix.engine.schedule.remote_stage_values import RemoteStages, Returned, run_without_gradients
 from gpumix.engine.sequence_parallel.positions import PositionSharding
 from gpumix.engine.sharding.flat_group import Dtypes
-from gpumix.engine.sharding.shard_layout import Division
+from gpumix.engine.sharding.shard_layout import ShardLayout
 from gpumix.engine.sharding.unit_discovery import ModelUnits, Unit
 from gpumix.engine.unit.regional_compile import compile_units, get_uncompiled_forward
 from gpumix.engine.unit.sharded_units import ShardedUnit, Storage, make_standalone_unit
@@ -64,14 +64,14 @@ Told = tuple[TensorParallelOperation, int]
 """Collective of a tensor-parallel group, and a rank's bytes in it."""
 
 
-class UnitFixture:
+class UnitRunner:
     """Model with one runnable unit per kind.
 
     Args:
         model: on the meta device or not; its parameters are replaced by random ones.
         device: where it runs.
         objective: the loss of a batch, as for the engine.
-        team: the tensor-parallel group, if the anatomy is divided.
+        tp_group: the tensor-parallel group, if the anatomy is divided.
         efficiency: compute settings of the device, already applied to the model.
 
     `scale` multiplies summed losses before backward; `shared_by` maps units to their parameters of
@@ -86,22 +86,22 @@ class UnitFixture:
         device: torch.device,
         compute_dtype: torch.dtype,
         objective: Objective,
-        team: FakeTensorParallelGroup | None = None,
+        tp_group: FakeTensorParallelGroup | None = None,
         efficiency: KernelSettings = PLAIN_EFFICIENCY,
     ) -> None:
         self.model = model
         self.images_last = efficiency.channels_last
-        self.team = team
+        self.tp_group = tp_group
         self.device = device
         self.compute_dtype = compute_dtype
         self.compiled = False
         self.order = CallOrder()
         self.scale = torch.full((), SCALE, device=device)
         self._objective = objective
-        self.head = ChunkedHead(
+        self.head = ChunkedCrossEntropy(
             model,
             (unit.module for unit in anatomy.units),
-            whole_because="" if team is None else "a team computes it together",
+            full_logits_reason="" if tp_group is None else "a tensor-parallel group computes it",
             fused=efficiency.loss == "triton",
         )
         self.root = self._alive(anatomy.root)
@@ -110,7 +110,7 @@ class UnitFixture:
         dividing = (unit.positions for unit in anatomy.units if unit.positions is not None)
         self.positions = next(dividing, None)
         # Calls of a group depend on its ranks' parts; one rank's outputs do not show all.
-        self.elsewhere = RemoteStages(anatomy, device, compute_dtype) if team is None else None
+        self.elsewhere = RemoteStages(anatomy, device, compute_dtype) if tp_group is None else None
         self.of_kind: dict[str, ShardedUnit] = {}
         self.kind_of: dict[str, str] = {}
         self._units = anatomy.units
@@ -130,7 +130,7 @@ class UnitFixture:
         a made-up pair owns it."""
         alive = make_standalone_unit(
             unit,
-            Division(zero_stage=3, shares=(1.0, 0.0), comm=_Bystander(self.device)),
+            ShardLayout(zero_stage=3, shares=(1.0, 0.0), comm=_Bystander(self.device)),
             Storage(self.device, Dtypes(self.compute_dtype, self.compute_dtype), _no_values),
         )
         alive.bucket.install()
@@ -179,8 +179,8 @@ class UnitFixture:
         )
 
     def cut(self, call: UnitCall, *, recompute: bool = True) -> UnitBoundary:
-        """Return the specimen of the called unit with the call's inputs. It can run repeatedly: the
-        model's captures from inside are handed over only by `RecordedOutputs`."""
+        """Return the called unit as a runnable one, with the call's inputs. It can run repeatedly:
+        the model's captures from inside are handed over only by `RecordedOutputs`."""
         context, _ = OutputCapture(call.context).copy_context()
         leaves, arguments = ArgumentsStructure.of(call.args, call.kwargs)
         args, kwargs = arguments.filled(leaves)  # with containers of its own
@@ -204,11 +204,11 @@ class ModelRun:
     to the head.
     """
 
-    def __init__(self, specimens: UnitFixture, coroutine: Coroutine) -> None:
+    def __init__(self, runner: UnitRunner, coroutine: Coroutine) -> None:
         self.calls: list[str] = []
         self.enters: list[int] = []
         self.leaves: list[int] = []
-        self._specimens = specimens
+        self._runner = runner
         self._coroutine = coroutine
         self._inside = ExitStack()
         self._glue = InterUnitGraph()
@@ -242,16 +242,16 @@ class ModelRun:
         Raises:
             ModelError: the next call is not the one of earlier walks.
         """
-        positions = self._specimens.positions
+        positions = self._runner.positions
         left = 0 if positions is None else positions.left
         self._from.append(len(self._leaves))
         self._at = self._coroutine.resume(tree_map(self._handed, outputs))
-        self._specimens.order.check_call(len(self.calls) + 1, self.call.unit if self.call else "")
+        self._runner.order.check_call(len(self.calls) + 1, self.call.unit if self.call else "")
         if self.call is not None and positions is not None:
             self.leaves += [len(self.calls) - 1] * (positions.left - left)
             self._divide(self.call, positions)
         if self.call is not None:
-            self._links.append(self._specimens.cut(self.call).links)
+            self._links.append(self._runner.cut(self.call).links)
             self._glue.used(len(self.calls), self._links[-1])
             self.calls.append(self.call.unit)
 
@@ -264,8 +264,8 @@ class ModelRun:
         return handed
 
     def _divide(self, call: UnitCall, positions: PositionSharding) -> None:
-        entered, specimens = positions.entered, self._specimens
-        self._at = divide_call_inputs(call, specimens.of_kind[specimens.kind_of[call.unit]])
+        entered, runner = positions.entered, self._runner
+        self._at = divide_call_inputs(call, runner.of_kind[runner.kind_of[call.unit]])
         self.enters += [len(self.calls)] * (positions.entered - entered)
 
     def loss_backward(self) -> None:
@@ -273,7 +273,7 @@ class ModelRun:
         assert isinstance(self._at, ForwardResult)
         loss, _ = self._at.value
         self._at = None
-        self._glue.backward_loss(loss * self._specimens.scale)
+        self._glue.backward_loss(loss * self._runner.scale)
 
     @property
     def gradient_bytes(self) -> int:
@@ -380,7 +380,7 @@ def _ones(links: Sequence[GradientTarget]) -> list[torch.Tensor]:
 
 
 def _no_values(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
-    raise AssertionError(f"a specimen owns nothing, it was asked for '{name}'")
+    raise AssertionError(f"a unit under measurement owns nothing, it was asked for '{name}'")
 
 
 def _no_seed() -> None:

@@ -12,8 +12,8 @@ from gpumix.integrations.accelerate.wrapped_model import WrappedModel
 
 
 @dataclass
-class PendingObjects:
-    """Prepared objects.
+class PreparedObjects:
+    """Objects that an accelerator has prepared so far.
 
     Attributes:
         models: trainable models.

@@ -33,7 +33,7 @@ def measured(what: Workload) -> dict[bool, TensorParallelMeasurement]:
     what = replace(what, degrees={"one": (DEGREE,)})
     with virtual_time(), open_device(CLASS, 0) as runtime:
         found = measure_class(what, runtime, device_class="one", progress=lambda line: None)
-    return {team.sequence: team for team in found.tp_profiles}
+    return {one_rank.sequence: one_rank for one_rank in found.tp_measurements}
 
 
 def of_architecture(name: str) -> Workload:
@@ -49,14 +49,14 @@ def of_architecture(name: str) -> Workload:
 )
 def test_where_a_sequence_is_divided_and_whole_again(name, enters, leaves):
     """BERT's first unit are its embeddings; T5 has two stacks. The head makes it whole too."""
-    team = measured(of_architecture(name))[True]
-    assert (team.enters, team.leaves) == (enters, leaves)
-    by_kind = dict(zip(team.model.calls, team.model.kind_of_call))
-    for number, call in enumerate(team.model.calls):
-        part = team.told[by_kind[call]].part
+    one_rank = measured(of_architecture(name))[True]
+    assert (one_rank.enters, one_rank.leaves) == (enters, leaves)
+    by_kind = dict(zip(one_rank.model.calls, one_rank.model.kind_of_call))
+    for number, call in enumerate(one_rank.model.calls):
+        part = one_rank.told[by_kind[call]].part
         assert (part is not None and part.values[0] == PART) == (number >= enters[0])
     assert ("exchange", PART) in [
-        (one.operation, one.bytes.values[0] // one.times) for one in team.told[ROOT].backward
+        (one.operation, one.bytes.values[0] // one.times) for one in one_rank.told[ROOT].backward
     ]
 
 
@@ -73,10 +73,10 @@ def test_each_sum_of_a_block_is_a_reduction_and_a_gather_of_its_halves(of_llama)
     assert of_llama[True].told["LlamaDecoderLayer"].summed == 2 * WIDTH  # of both norms
 
 
-def told(team: TensorParallelMeasurement, kind: str) -> dict[str, dict[tuple[str, float], int]]:
+def told(one_rank: TensorParallelMeasurement, kind: str) -> dict[str, dict[tuple[str, float], int]]:
     return {
         way: {(c.operation, c.bytes.values[0] / c.times): c.times for c in collectives}
-        for way, collectives in team.told[kind]
+        for way, collectives in one_rank.told[kind]
         if way in ("forward", "gradient")
     }
 

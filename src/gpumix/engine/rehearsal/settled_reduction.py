@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gpumix.engine.loss.reduction import Rule
+from gpumix.engine.loss.reduction import ReductionRule
 
 
 @dataclass(frozen=True)
-class SettledLosses:
-    """How the losses of a model's micro-batches add up.
+class SettledReduction:
+    """Reduction of losses: how those of a model's micro-batches add up.
 
     Attributes:
         rule: the denominator.
@@ -21,7 +21,7 @@ class SettledLosses:
         told: description of the rule for records.
     """
 
-    rule: Rule
+    rule: ReductionRule
     trims: bool
     kinds: Sequence[int]
     training_alone: bool
@@ -31,10 +31,10 @@ class SettledLosses:
         return asdict(self) | {"kinds": list(self.kinds)}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> SettledLosses:
+    def from_json(cls, values: Mapping[str, Any]) -> SettledReduction:
         """Rebuild from `to_json`.
 
         Raises:
             KeyError, TypeError: the values are not of `to_json`.
         """
-        return cls(**{**values, "rule": Rule(**values["rule"])})
+        return cls(**{**values, "rule": ReductionRule(**values["rule"])})

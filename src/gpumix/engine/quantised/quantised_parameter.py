@@ -1,4 +1,4 @@
-"""Packed weights: a quantised parameter as one flat vector of bytes.
+"""Quantised parameters, each as one flat vector of bytes.
 
 A quantised parameter consists of several tensors: packed values, scales, offsets. Here they lie in
 a row, so the engine shards, gathers and counts them as one frozen parameter, and a gather moves a
@@ -22,7 +22,7 @@ from gpumix.schema.errors import InputError
 
 PART_BYTES = 16  # alignment of a part; kernels load vectors of this size
 WEIGHT_BYTES = 64  # alignment of a weight
-# Scale of the weights of a specimen that is measured without its values.
+# Scale of the weights of a unit that is measured without its values.
 TYPICAL_WEIGHT = 0.05
 
 SAME_FORMAT = "quantise the model as the weights were, or give weights in 16 bits"
@@ -30,7 +30,7 @@ SAME_FORMAT = "quantise the model as the weights were, or give weights in 16 bit
 Tensors = Mapping[str, torch.Tensor]
 
 
-class Attribute(NamedTuple):
+class ModuleAttribute(NamedTuple):
     """An entry of an object's dictionary that a module needs beside a restored parameter: tensors
     of the weight, or (not `holds_values`) a setting."""
 
@@ -41,8 +41,8 @@ class Attribute(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
-    """A tensor of a packed weight, `begin` bytes from the weight's begin."""
+class InnerTensor:
+    """A tensor of a quantised parameter, `begin` bytes from the weight's begin."""
 
     name: str
     dtype: torch.dtype
@@ -58,19 +58,21 @@ class Part:
         return self.begin + self.nbytes
 
 
-def lay_out(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> tuple[Part, ...]:
+def lay_out_inner_tensors(
+    tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]],
+) -> tuple[InnerTensor, ...]:
     """Return the parts of tensors, given by name, dtype and shape, in a row."""
-    parts: list[Part] = []
+    parts: list[InnerTensor] = []
     begin = 0
     for name, dtype, shape in tensors:
-        parts.append(Part(name, dtype, tuple(shape), begin))
+        parts.append(InnerTensor(name, dtype, tuple(shape), begin))
         begin = -(-parts[-1].end // PART_BYTES) * PART_BYTES
     return tuple(parts)
 
 
 @dataclass(frozen=True)
 class WeightFormat(ABC):
-    """Format of a packed weight.
+    """Format of a quantised parameter.
 
     Attributes:
         kind: name of the format, for people and for comparison with a saved base.
@@ -82,7 +84,7 @@ class WeightFormat(ABC):
     kind: str
     shape: torch.Size
     dtype: torch.dtype
-    parts: tuple[Part, ...]
+    parts: tuple[InnerTensor, ...]
 
     asked_first: ClassVar[tuple[str, ...]] = ()
 
@@ -126,7 +128,7 @@ class WeightFormat(ABC):
         """Return the tensors of all entries of a state dict, by suffix."""
 
     @abstractmethod
-    def typical(self, part: Part) -> float | None:
+    def typical(self, part: InnerTensor) -> float | None:
         """Return a typical value of a constant; None for packed values, where any byte will do."""
 
     def check_compute_dtype(self, dtype: torch.dtype) -> None:  # noqa: B027 - most take any
@@ -136,7 +138,7 @@ class WeightFormat(ABC):
             InputError: it may not.
         """
 
-    def attributes(self, parameter: nn.Parameter, module: nn.Module) -> Sequence[Attribute]:
+    def attributes(self, parameter: nn.Parameter, module: nn.Module) -> Sequence[ModuleAttribute]:
         """Return the tensors that a module needs beside its `parameter`, made by `restore`."""
         return ()
 
@@ -208,7 +210,7 @@ class WeightFormat(ABC):
                 view.copy_(block.to(torch.uint8).repeat(times)[: len(view)])
 
 
-class PackedWeight(nn.Parameter):
+class QuantisedParameter(nn.Parameter):
     """A quantised parameter of a module, as the engine sees it: bytes, frozen, without values.
 
     Attributes:
@@ -221,9 +223,9 @@ class PackedWeight(nn.Parameter):
     owner: nn.Module
 
     @staticmethod
-    def of(original: nn.Parameter, owner: nn.Module, form: WeightFormat) -> PackedWeight:
+    def of(original: nn.Parameter, owner: nn.Module, form: WeightFormat) -> QuantisedParameter:
         data = torch.empty(form.nbytes, dtype=torch.uint8, device="meta")
-        packed: PackedWeight = torch.Tensor._make_subclass(PackedWeight, data, False)
+        packed: QuantisedParameter = torch.Tensor._make_subclass(QuantisedParameter, data, False)
         packed.format, packed.original, packed.owner = form, original, owner
         return packed
 
@@ -237,19 +239,19 @@ class PackedWeight(nn.Parameter):
         return self.format.tensors(self.original, self.owner)
 
 
-class Installed(NamedTuple):
+class ModuleParameter(NamedTuple):
     """A parameter for modules, with the tensors that modules need beside it."""
 
     parameter: nn.Parameter
-    attributes: Sequence[Attribute] = ()
+    attributes: Sequence[ModuleAttribute] = ()
 
 
-def show_in_modules(
+def restore_module_parameter(
     form: WeightFormat, flat: torch.Tensor, owners: Sequence[nn.Module]
-) -> Installed:
+) -> ModuleParameter:
     """Return what modules get for a weight whose bytes are `flat`, a part of a buffer."""
     # `.data` gives the view a separate version counter: to autograd, the next gather is no
     # in-place change of saved tensors.
     restore = form.stand_in if isinstance(flat, FakeTensor) else form.restore
     restored = restore(form.views(flat.data))
-    return Installed(restored, [one for m in owners for one in form.attributes(restored, m)])
+    return ModuleParameter(restored, [one for m in owners for one in form.attributes(restored, m)])

@@ -14,7 +14,12 @@ import numpy as np
 
 from gpumix.cost.loading_memory import find_room_on_host
 from gpumix.cost.memory_layout.curves import FloatArray, MicroBatches
-from gpumix.cost.peak_memory import Activations, Demands, free_bytes, usable_bytes
+from gpumix.cost.peak_memory import (
+    Activations,
+    MemoryDemands,
+    compute_free_bytes,
+    compute_usable_bytes,
+)
 from gpumix.cost.step_time import can_keep_state_on_host
 from gpumix.planner.common.device_pool import Fleet
 from gpumix.planner.common.sharding_setting import (
@@ -192,7 +197,7 @@ class _Shortage:
 
     def _of_class(self, name: str) -> str:
         """Describe a class's memory and needs, and the extra memory needed on the class alone."""
-        usable = usable_bytes(self.profile.cluster.class_named(name))
+        usable = compute_usable_bytes(self.profile.cluster.class_named(name))
         text = f"{name} can use {show_bytes(usable)}"
         idle = _bisect_least_bytes(lambda extra: self.can_fit_idle(name, extra))
         if idle:
@@ -277,8 +282,8 @@ class _SettingDemands:
         )
         micro = MicroBatches.of(self._samples[:, None], self._sizes)
         profile = setting.profile
-        alike: dict[tuple[int, Mode, Place], Demands] = {}
-        self._tables: dict[tuple[str, Mode], Demands] = {}
+        alike: dict[tuple[int, Mode, Place], MemoryDemands] = {}
+        self._tables: dict[tuple[str, Mode], MemoryDemands] = {}
         for name in setting.classes:
             model, state_on = profile.model_of(name), setting.state_on(name)
             for mode in setting.modes[name]:
@@ -305,7 +310,7 @@ class _SettingDemands:
     def capacity(self, name: str, extra: int, on_host: int = 0) -> FloatArray:
         """Return the largest share by samples, with `extra` more bytes on each device."""
         profile = self.setting.profile
-        free = free_bytes(profile, name) + extra
+        free = compute_free_bytes(profile, name) + extra
         host_bytes = find_room_on_host(profile, name)
         allowed = self._sizes <= self.setting.largest_micro_batch(name, int(self._sizes[-1]))
         best: FloatArray = np.full(len(self._samples), -1.0)

@@ -3,7 +3,7 @@
 The same layer, the same division of the same modules, forward and backward without recompute, in
 alternating rounds in the same processes (gloo, loopback, one thread each).
 
-    python benchmarks/team_layer.py [--json] [--rounds 32]
+    python benchmarks/tensor_parallel_layer.py [--json] [--rounds 32]
 
 Figures, by hidden size: `dtensor_vs_ours_128` and `dtensor_vs_ours_512`, how many times as long
 torch's takes (medians), and `collectives_ours`, `collectives_dtensor` of one pass of each.
@@ -72,8 +72,8 @@ def _timed(hidden: int, rounds: int) -> tuple[float, float, int, int]:
         vocab_size=64,
     )
     config._attn_implementation = "sdpa"
-    team = Communicator(dist.group.WORLD, rank=dist.get_rank(), world=2)
-    ours, theirs = _ours(config, team), _theirs(config)
+    tp_group = Communicator(dist.group.WORLD, rank=dist.get_rank(), world=2)
+    ours, theirs = _ours(config, tp_group), _theirs(config)
     x = torch.randn(SAMPLES, LENGTH, hidden, requires_grad=True)
     positions = LlamaRotaryEmbedding(config)(x, torch.arange(LENGTH)[None])
 
@@ -88,24 +88,24 @@ def _timed(hidden: int, rounds: int) -> tuple[float, float, int, int]:
             begun = time.perf_counter()
             run(model)
             seconds[number].append(time.perf_counter() - begun)
-    before = team.counts.total()
+    before = tp_group.counts.total()
     run(ours)
     with CommDebugMode() as watched:
         run(theirs)
     return (
         median(seconds[0][WARM_UP:]),
         median(seconds[1][WARM_UP:]),
-        team.counts.total() - before,
+        tp_group.counts.total() - before,
         watched.get_total_counts(),
     )
 
 
-def _ours(config: LlamaConfig, team: Communicator) -> Layers:
+def _ours(config: LlamaConfig, tp_group: Communicator) -> Layers:
     model = Layers(config)
     plan = {f"layers.*.{name}": "colwise" for name in COLWISE}
     plan |= {f"layers.*.{name}": "rowwise" for name in ROWWISE}
     anatomy = split_into_units(model, ["LlamaDecoderLayer"])
-    divided, _ = parallelize_model(anatomy, team, plan, part=select_whole_model(anatomy))
+    divided, _ = parallelize_model(anatomy, tp_group, plan, part=select_whole_model(anatomy))
     for slot in (slot for unit in divided.units for slot in unit.slots):
         for module, name in slot.places:
             own = slot.window.of(slot.parameter.detach()).clone()

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from gpumix.doctor.inside import RankObservations, RankWatch
+from gpumix.doctor.rank_watch import RankObservations, RankWatch
 from helpers.runs.jobs import gpumix, write_job
 
 OWN = """
@@ -61,11 +61,11 @@ def test_lines_of_the_users_own(tmp_path):
     """As it goes to a rank, and comes back."""
     found = seen(pickle.loads(pickle.dumps(RankWatch({}, tmp_path / "log", gpu=False, looks=True))))
     (write,) = found.writes
-    assert write.calls == 2 and "test_inside.py" in write.place
+    assert write.calls == 2 and "test_rank_watch.py" in write.place
     assert found.syncs == () and found.kernels_s is None
     (place,) = found.attention
     assert found.operations.total == found.operations.forward > 4
-    assert "test_inside.py" in place and place != write.place
+    assert "test_rank_watch.py" in place and place != write.place
     assert (tmp_path / "log").read_text() == 4 * "a step\n"
 
 

@@ -1,6 +1,6 @@
 """Reasons why a policy's plan does not fit: the short device class and the missing bytes.
 
-`planner.data_parallel.why_nothing_fits` does so for all possible plans. Here only the plans of one
+`planner.data_parallel.no_fit_error` does so for all possible plans. Here only the plans of one
 policy count, with equal shares, and the way out is the policy without the rule.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from gpumix.cost.loading_memory import find_room_on_host
 from gpumix.cost.memory_layout.curves import IntArray, MicroBatches
-from gpumix.cost.peak_memory import free_bytes, usable_bytes
+from gpumix.cost.peak_memory import compute_free_bytes, compute_usable_bytes
 from gpumix.planner.common.score import compute_host_excess_bytes, compute_peak_bytes
 from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.planner.common.stage_preconditions import ALLOW_ONE_STAGE_FIX
@@ -78,7 +78,7 @@ def _describe_shortages(profile: Profile, short: Mapping[str, Shortage]) -> str:
         + (
             f"{show_bytes(find_room_on_host(profile, name) or 0)} that its host has for it"
             if lacking.on_host
-            else f"{show_bytes(usable_bytes(profile.cluster.class_named(name)))} it can use"
+            else f"{show_bytes(compute_usable_bytes(profile.cluster.class_named(name)))} it can use"
         )
         for name, lacking in sorted(short.items())
     )
@@ -135,6 +135,6 @@ def compute_shortage(setting: ShardingSetting, name: str, mode: Mode, samples: i
     sizes = np.arange(1, setting.largest_micro_batch(name, samples) + 1)
     micro = MicroBatches.of(np.full(len(sizes), samples), sizes)
     held = compute_peak_bytes(setting, name, micro, mode, 1.0 / len(setting.devices))
-    over = np.ceil(held - free_bytes(setting.profile, name)).astype(np.int64)
+    over = np.ceil(held - compute_free_bytes(setting.profile, name)).astype(np.int64)
     over_host = np.ceil(compute_host_excess_bytes(setting, name, micro, mode)).astype(np.int64)
     return Shortage.least(over, over_host)

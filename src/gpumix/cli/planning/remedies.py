@@ -31,8 +31,8 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class WayOut:
-    """A change, and what it does.
+class Remedy:
+    """A change of a model that does not fit, and its effect.
 
     Attributes:
         change: options to add to the command, or words.
@@ -53,7 +53,7 @@ class Shortfall:
         usable_bytes: memory that a plan may fill, by GPU type, of one GPU.
         counts: GPUs of each type.
         short: what devices or hosts are short of, in words.
-        ways: computed ways out.
+        remedies: changes that were tried, fitting or not.
     """
 
     model: str
@@ -61,13 +61,13 @@ class Shortfall:
     usable_bytes: dict[str, int]
     counts: dict[str, int]
     short: str
-    ways: tuple[WayOut, ...]
+    remedies: tuple[Remedy, ...]
 
     def as_dict(self) -> dict[str, object]:
         return {
             "state_bytes": self.state_bytes,
             "usable_bytes": self.usable_bytes,
-            "ways_out": [vars(way) for way in self.ways],
+            "remedies": [vars(way) for way in self.remedies],
         }
 
 
@@ -90,15 +90,15 @@ def shortfall_page(found: Shortfall, assumed: str) -> Text:
     )
     if found.state_bytes < total:
         what += f" What is short is room for activations: {found.short}."
-    elif ram := next((w.change for w in found.ways if w.fits and w.change.startswith(RAM)), ""):
+    elif ram := next((w.change for w in found.remedies if w.fits and w.change.startswith(RAM)), ""):
         what += (
             " What is short is free system RAM: offloading the rest takes "
             f"{ram.removeprefix(RAM).replace('GiB', ' GiB')} in a host."
         )
     lines = [Text(line, style="bold red") for line in wrap_line(what)]
     lines += [Text(), Text("What would make it fit, cheapest first", style="bold")]
-    width = max((len(way.change) for way in found.ways), default=0)
-    for way in found.ways:
+    width = max((len(way.change) for way in found.remedies), default=0)
+    for way in found.remedies:
         fits = "fits" if way.fits else "does not fit"
         text = f"  {way.change.ljust(width)}  {show_bytes(way.state_bytes):>9}  {fits}"
         lines.append(Text(text, style="green" if way.fits else "dim"))
@@ -106,20 +106,20 @@ def shortfall_page(found: Shortfall, assumed: str) -> Text:
     return Text("\n").join(lines)
 
 
-def find_ways_out(
+def find_remedies(
     estimate: Estimate, profile: Profile, space: Space, error: NoFeasiblePlanError
 ) -> Shortfall:
-    """Return what is short for an estimate, of this profile, without a plan; and ways out of it."""
-    from gpumix.cost.peak_memory import usable_bytes
+    """Return what is short for an estimate, of this profile, without a plan; and remedies."""
+    from gpumix.cost.peak_memory import compute_usable_bytes
 
-    usable = {c.name: usable_bytes(c) for c in profile.cluster.classes}
+    usable = {c.name: compute_usable_bytes(c) for c in profile.cluster.classes}
     return Shortfall(
         model=f"{estimate.model.name}, {estimate.tuning.describe()}",
         state_bytes=count_state_bytes(profile),
         usable_bytes=usable,
         short=hide_exact_bytes(error.what.rpartition(": ")[2]),
         counts={name: len(profile.cluster.members(name)) for name in usable},
-        ways=tuple(_try_all(estimate, list(usable), space)),
+        remedies=tuple(_try_all(estimate, list(usable), space)),
     )
 
 
@@ -134,11 +134,11 @@ def count_state_bytes(profile: Profile) -> int:
     return round(model.parameters * per_element) + frozen + model.root.frozen_bytes
 
 
-def _try_all(estimate: Estimate, classes: Sequence[str], space: Space) -> Iterator[WayOut]:
+def _try_all(estimate: Estimate, classes: Sequence[str], space: Space) -> Iterator[Remedy]:
     from gpumix.hardware.estimates.adapters import FineTuning
     from gpumix.schema.job.job import OptimizerSpec
 
-    def tried(change: str, other: Estimate) -> WayOut | None:
+    def tried(change: str, other: Estimate) -> Remedy | None:
         return _try(change, other, space)
 
     changes: list[tuple[str, Estimate]] = []
@@ -167,14 +167,14 @@ def _try_all(estimate: Estimate, classes: Sequence[str], space: Space) -> Iterat
         yield largest
 
 
-def _try(change: str, other: Estimate, space: Space, *, thorough: bool = True) -> WayOut | None:
+def _try(change: str, other: Estimate, space: Space, *, thorough: bool = True) -> Remedy | None:
     """Return the way out; None if the estimate does not know it.
 
     Args:
         thorough: whether plans of several stages and tensor-parallel groups are searched, where no
             plan of one stage fits.
     """
-    from gpumix.planner.data_parallel.why_nothing_fits import can_fit_devices
+    from gpumix.planner.data_parallel.no_fit_error import can_fit_devices
 
     try:
         profile = other.profile()
@@ -184,7 +184,7 @@ def _try(change: str, other: Estimate, space: Space, *, thorough: bool = True) -
     fits = can_fit_devices(profile, devices, space, other.global_batch)
     if not fits and thorough:
         fits = _has_plan(profile, other.global_batch, space)
-    return WayOut(change, count_state_bytes(profile), fits)
+    return Remedy(change, count_state_bytes(profile), fits)
 
 
 def _has_plan(profile: Profile, batch: int, space: Space) -> bool:
@@ -198,10 +198,10 @@ def _has_plan(profile: Profile, batch: int, space: Space) -> bool:
     return True
 
 
-def _smaller_batch(estimate: Estimate, space: Space) -> WayOut | None:
+def _smaller_batch(estimate: Estimate, space: Space) -> Remedy | None:
     """Return the largest global batch that fits in one stage; None if none does."""
 
-    def of_batch(batch: int) -> WayOut | None:
+    def of_batch(batch: int) -> Remedy | None:
         smaller = replace(estimate, global_batch=batch)
         return _try(f"--global-batch-size {batch}", smaller, space, thorough=False)
 
@@ -216,7 +216,7 @@ def _smaller_batch(estimate: Estimate, space: Space) -> WayOut | None:
     return best
 
 
-def _shorten(estimate: Estimate, space: Space) -> WayOut | None:
+def _shorten(estimate: Estimate, space: Space) -> Remedy | None:
     """Return the longest of halved sequence lengths that fits; None if none does."""
     length = estimate.sequence_length // 2
     while length >= SHORTEST:
@@ -228,7 +228,7 @@ def _shorten(estimate: Estimate, space: Space) -> WayOut | None:
     return None
 
 
-def _offload(estimate: Estimate, space: Space) -> WayOut | None:
+def _offload(estimate: Estimate, space: Space) -> Remedy | None:
     """Return whether more memory of hosts would do, and how much; None if it would not."""
     from gpumix.schema.units import LARGEST
 
@@ -253,12 +253,12 @@ def _fits_with_ram(estimate: Estimate, space: Space, ram_bytes: int) -> bool:
     return way is not None and way.fits
 
 
-def _largest_model(estimate: Estimate, space: Space) -> WayOut | None:
+def _largest_model(estimate: Estimate, space: Space) -> Remedy | None:
     """Return the largest Llama-shaped model that fits, in place of the one that does not."""
     from gpumix.hardware.estimates.decoder_shapes import make_llama_like
     from gpumix.hardware.estimates.known_models import NamedDecoder
 
-    def of_size(parameters: float, thorough: bool = False) -> WayOut | None:
+    def of_size(parameters: float, thorough: bool = False) -> Remedy | None:
         try:
             shape = make_llama_like(parameters)
         except GpumixError:
@@ -278,10 +278,10 @@ def _largest_model(estimate: Estimate, space: Space) -> WayOut | None:
 
 
 def _bisect(
-    of_size: Callable[[float], WayOut | None], low: float, high: float
-) -> tuple[WayOut | None, float]:
+    of_size: Callable[[float], Remedy | None], low: float, high: float
+) -> tuple[Remedy | None, float]:
     """Return the largest size that fits, with its way out; None if none does."""
-    best: WayOut | None = None
+    best: Remedy | None = None
     while high / low > 1 + SMALLEST_STEP:
         middle = (low * high) ** 0.5
         way = of_size(middle)

@@ -1,4 +1,4 @@
-"""Chunked loss of the head: the full logits of a large vocabulary never exist.
+"""Chunked cross-entropy: the full logits of a large vocabulary never exist.
 
 The model's output layer returns lazy logits (`lazy_logits`), and the model's loss on them runs
 chunk by chunk (`linear_cross_entropy`). A model that uses its logits in any other way gets full
@@ -26,10 +26,10 @@ from gpumix.engine.model.backward_hooks import ParameterGradient
 from gpumix.engine.sharding.flat_group import FlatGroup
 
 
-class ChunkedHead:
-    """Chunked execution of a model's head, inside `step`.
+class ChunkedCrossEntropy:
+    """Chunked cross-entropy of a model's output layer, inside `step`.
 
-    `whole_because` says which use of the logits needs them in full; empty if none so far.
+    `full_logits_reason` says which use of the logits needs them in full; empty if none so far.
 
     Args:
         units: the model's blocks, which are not searched for the output layer.
@@ -42,21 +42,21 @@ class ChunkedHead:
         model: nn.Module,
         units: Iterable[nn.Module] = (),
         *,
-        whole_because: str = "",
+        full_logits_reason: str = "",
         fused: bool = False,
     ) -> None:
         self.fused = fused
-        self.whole_because = whole_because
+        self.full_logits_reason = full_logits_reason
         self.chunked_losses = 0
         self._scale: Tensor | None = None
         self._families: list[LogitsFamily] | None = None
         self._wanted_whole = False
         self._gradients: dict[int, ParameterGradient] = {}  # by the parameter's id
-        layer = None if whole_because else find_output_layer(model, units)
+        layer = None if full_logits_reason else find_output_layer(model, units)
         # The layer references its forward, and so this object: weak, to avoid a cycle.
         self._layer = None if layer is None else weakref.ref(layer)
         if layer is None:
-            self.whole_because = whole_because or "the model has no linear output layer"
+            self.full_logits_reason = full_logits_reason or "the model has no linear output layer"
         else:
             layer.forward = self._forward  # type: ignore[assignment, method-assign]
 
@@ -69,7 +69,7 @@ class ChunkedHead:
     @property
     def supported(self) -> bool:
         """True if all losses so far ran in chunks, without full logits."""
-        return self.chunked_losses > 0 and not self.whole_because
+        return self.chunked_losses > 0 and not self.full_logits_reason
 
     @property
     def layer(self) -> nn.Linear | None:
@@ -83,7 +83,7 @@ class ChunkedHead:
 
     @contextmanager
     def step(self, scale: Tensor | None) -> Iterator[None]:
-        """Run the head in chunks in the body. Logits not computed in it cannot be computed later.
+        """Use chunked cross-entropy in the body. Logits not computed in it are lost.
 
         Args:
             scale: factor of summed losses before backward. Gradients of weight and bias are added
@@ -116,14 +116,16 @@ class ChunkedHead:
         )
         autocast = torch.is_autocast_enabled(hidden.device.type)
         followed = plain and not autocast and not hidden.is_inference()
-        if self._families is None or self.whole_because or self._wanted_whole or not followed:
+        if self._families is None or self.full_logits_reason or self._wanted_whole or not followed:
             return nn.functional.linear(hidden, weight, bias)
         family = LogitsFamily(hidden, weight, bias, self._loss, self._fell_back)
         self._families.append(family)
         return LazyLogits(hidden, family, make=lambda: nn.functional.linear(hidden, weight, bias))
 
     def _fell_back(self, wanted: str) -> None:
-        self.whole_because = self.whole_because or f"the model asks its logits for '{wanted}'"
+        self.full_logits_reason = (
+            self.full_logits_reason or f"the model asks its logits for '{wanted}'"
+        )
 
     def _loss(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Any) -> Tensor:
         self.chunked_losses += 1

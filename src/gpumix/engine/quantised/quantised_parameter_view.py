@@ -1,4 +1,4 @@
-"""Place of a packed weight in modules: a view of gathered bytes, a placeholder between gathers."""
+"""Quantised parameters in modules: views of gathered bytes, placeholders between gathers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gpumix.engine.quantised.packed_weight import (
-    Attribute,
-    Installed,
+from gpumix.engine.quantised.quantised_parameter import (
+    ModuleAttribute,
+    ModuleParameter,
     WeightFormat,
-    show_in_modules,
+    restore_module_parameter,
 )
 
 
 @dataclass(frozen=True)
-class PackedPlace:
-    """A packed weight in a flat buffer. Tensors that modules hold beside the parameter come and go
+class QuantisedParameterView:
+    """A quantised parameter in a flat buffer. Tensors that modules hold next to it come and go
     with it; without values, modules hold None.
 
     Attributes:
@@ -30,8 +30,8 @@ class PackedPlace:
     places: Sequence[tuple[nn.Module, str]]
     format: WeightFormat
     flat: torch.Tensor
-    shown: Installed
-    at_rest: Installed | None
+    shown: ModuleParameter
+    at_rest: ModuleParameter | None
 
     @classmethod
     def of(
@@ -40,10 +40,10 @@ class PackedPlace:
         form: WeightFormat,
         flat: torch.Tensor,
         master: torch.Tensor | None,
-    ) -> PackedPlace:
+    ) -> QuantisedParameterView:
         owners = [module for module, _ in places]
-        at_rest = None if master is None else show_in_modules(form, master, owners)
-        return cls(places, form, flat.data, show_in_modules(form, flat, owners), at_rest)
+        at_rest = None if master is None else restore_module_parameter(form, master, owners)
+        return cls(places, form, flat.data, restore_module_parameter(form, flat, owners), at_rest)
 
     def make_placeholder(self) -> nn.Parameter:
         """Return a parameter that looks like the weight, without memory of its own."""
@@ -62,7 +62,7 @@ class PackedPlace:
     def install_copy(self) -> nn.Parameter:
         """Install what belongs to a copy of the gathered parameter; return the copy."""
         owners = [module for module, _ in self.places]
-        copy = show_in_modules(self.format, self.flat.clone(), owners)
+        copy = restore_module_parameter(self.format, self.flat.clone(), owners)
         _set(copy.attributes)
         return copy.parameter
 
@@ -80,6 +80,6 @@ class PackedPlace:
             _set(self.at_rest.attributes)
 
 
-def _set(attributes: Sequence[Attribute]) -> None:
+def _set(attributes: Sequence[ModuleAttribute]) -> None:
     for one in attributes:
         one.holder[one.key] = one.value

@@ -1,9 +1,9 @@
-"""A team that divides the sequence too, against the same team without: memory, time, bytes.
+"""Tensor parallelism with sequence parallelism against without: memory, time, bytes.
 
 A Llama of four layers is trained by two ranks (gloo, loopback, one thread each) in both ways, in
 alternating rounds in the same processes; with recompute, and with graphs that are kept.
 
-    python benchmarks/team_sequence.py [--json] [--rounds 8]
+    python benchmarks/sequence_parallel_layer.py [--json] [--rounds 8]
 
 Figures, of the divided way as a part of the other: `step_recomputed` and `step_kept`, seconds of a
 step (medians); `activations_recomputed` and `activations_kept`, the most that a step holds beside

@@ -1,4 +1,4 @@
-"""A run in teams that loses a rank goes on by itself, with the losses of one that lost none.
+"""A run in tensor-parallel groups that loses a rank goes on with the losses of an undisturbed one.
 
 Nobody else has what that rank had, but for the copy in its host's memory.
 """
@@ -14,7 +14,7 @@ from helpers.runs.jobs import (
     PAIR,
     TENSOR_PLAN,
     metrics,
-    plan_in_unlike_teams,
+    plan_of_mixed_degrees,
     progress,
     staged_plan_for,
     toy,
@@ -25,24 +25,24 @@ from helpers.runs.jobs import (
 KILLED_IN = 3
 
 
-def team_of_two(job):
+def tp_group_of_two(job):
     return staged_plan_for(job, [(BATCH,)], micro_batch=BATCH // 2, tensor=[2])
 
 
 # A plan, the devices that it is for, which rank is lost, and how many micro-batches it has.
 CASES = {
-    "of a team": (team_of_two, PAIR, 1, 2),
-    "of a team beside one who is alone": (plan_in_unlike_teams, [CLUSTER[0], *PAIR], 2, 2),
-    "who is alone beside a team": (plan_in_unlike_teams, [CLUSTER[0], *PAIR], 0, 3),
+    "of a TP group": (tp_group_of_two, PAIR, 1, 2),
+    "of a TP group beside one who is alone": (plan_of_mixed_degrees, [CLUSTER[0], *PAIR], 2, 2),
+    "who is alone beside a TP group": (plan_of_mixed_degrees, [CLUSTER[0], *PAIR], 0, 3),
 }
 
 
-# Teams of one size and of unlike ones, with whole parameters and with shares of them.
+# Groups of one size and of unlike ones, with whole parameters and with shares of them.
 LOST = [
-    ("of a team beside one who is alone", 3),
-    ("of a team beside one who is alone", 1),
-    ("who is alone beside a team", 1),
-    ("of a team", 3),
+    ("of a TP group beside one who is alone", 3),
+    ("of a TP group beside one who is alone", 1),
+    ("who is alone beside a TP group", 1),
+    ("of a TP group", 3),
 ]
 
 

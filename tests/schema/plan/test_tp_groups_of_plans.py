@@ -1,4 +1,4 @@
-"""Teams of a stage: who is in them, which parts of units each has, and what cannot be one."""
+"""Tensor-parallel groups of a stage: their ranks, the parts of units each has, and what is none."""
 
 from __future__ import annotations
 
@@ -28,26 +28,32 @@ def stage(parts: Sequence[int], tensor: int, **more: Any) -> Stage:
 @pytest.mark.parametrize(
     ("parts", "tensor", "said"),
     [
-        ([1, 1, 1], 2, "worker d2 cannot form a team: their parts (1)"),
-        ([2, 1], 3, "workers d0, d1 cannot form a team: their parts (2, 1) are to be alike"),
-        ([1, 2], 2, "workers d0, d1 cannot form a team: their parts (1, 2)"),
-        ([2, 2], 2, "a tensor parallel degree of 2 is more than any team has workers: make it 1"),
-        ([2], 1, "worker d0 cannot form a team: their parts (2)"),
+        ([1, 1, 1], 2, "worker d2 cannot form a tensor-parallel group: their parts (1)"),
+        (
+            [2, 1],
+            3,
+            "d0, d1 cannot form a tensor-parallel group: their parts (2, 1) are to be alike",
+        ),
+        ([1, 2], 2, "workers d0, d1 cannot form a tensor-parallel group: their parts (1, 2)"),
+        ([2, 2], 2, "a tensor parallel degree of 2 is more than any group has workers: make it 1"),
+        ([2], 1, "worker d0 cannot form a tensor-parallel group: their parts (2)"),
     ],
 )
-def test_workers_that_are_no_teams(parts, tensor, said):
+def test_workers_that_are_no_tp_groups(parts, tensor, said):
     with pytest.raises(ValidationError) as caught:
         stage(parts, tensor)
     assert said in str(caught.value)
 
 
-def test_members_of_a_team_do_the_same():
+def test_members_of_a_tp_group_do_the_same():
     workers = (worker(0), worker(1, samples=1))
-    with pytest.raises(ValidationError, match=r"of a team \(d0, d1\) must have the same samples"):
+    with pytest.raises(
+        ValidationError, match=r"of a tensor-parallel group \(d0, d1\) must have the same samples"
+    ):
         Stage(units=("a",), workers=workers, tensor=2)
 
 
-def test_who_is_alone_in_a_team_may_be_compiled():
+def test_who_is_alone_in_a_tp_group_may_be_compiled():
     workers = (worker(0, parts=2, compile=True), worker(1), worker(2))
     assert Stage(units=("a",), workers=workers, tensor=2).has_mixed_degrees
     with pytest.raises(ValidationError, match="are not compiled"):
@@ -75,15 +81,15 @@ def test_each_part_is_divided_among_those_that_have_it(sizes, random):
         ranks=tuple(ranks),
     )
     (only,) = plan.stages
-    assert [len(team) for team in only.tp_groups] == sizes
+    assert [len(tp_group) for tp_group in only.tp_groups] == sizes
     assert plan.degrees == tuple(sorted(set(sizes)))
     assert sum(map(only.stored_by, only.workers)) == pytest.approx(1.0)
     held: Counter[int] = Counter()
     for rank in range(len(workers)):
         parts = plan.parts_of(rank, 0)
         held.update(parts)
-        team = plan.get_tp_group(rank, 0)
-        assert sorted(p for r in team for p in plan.parts_of(r, 0)) == list(range(degree))
+        tp_group = plan.get_tp_group(rank, 0)
+        assert sorted(p for r in tp_group for p in plan.parts_of(r, 0)) == list(range(degree))
         for part in range(degree):
             assert (rank in plan.shares_among([0], part)) == (part in parts)
     assert held == Counter(dict.fromkeys(range(degree), count))
@@ -91,9 +97,9 @@ def test_each_part_is_divided_among_those_that_have_it(sizes, random):
         assert sum(plan.shares_among([0], part).values()) == pytest.approx(1.0)
 
 
-def test_workers_of_a_stage_with_teams_make_the_head_alike():
-    """A team's head is divided, unless it is made in chunks."""
+def test_workers_of_a_stage_with_tp_groups_make_the_head_alike():
+    """Tensor parallelism divides the head, and chunked cross-entropy does not."""
     chunked = [worker(n, mode=Mode(head="chunked")) for n in range(2)]
     others = [worker(n + 2) for n in range(2)]
-    with pytest.raises(ValidationError, match="make the head in chunks, or none"):
+    with pytest.raises(ValidationError, match="use chunked cross-entropy, or none"):
         Stage(units=("a",), workers=(*chunked, *others), tensor=2)
