@@ -33,6 +33,8 @@ from gpumix.schema.profile.profile import (
     UnitTimes,
 )
 
+MATRIX_BYTES = 2  # per element of a matrix that an update exchanges, in bf16
+
 
 def make_group_profile(
     profile: Profile, degree: int, *, sequence: bool = False, in_stages: bool = False
@@ -387,7 +389,23 @@ def _add_group_collectives(
     units = _lengthen_units(
         _ByLinks(profile), ByIdentity(tp_profile), device.device_class, ends=ends
     )
-    return device.model_copy(update={"units": units})
+    update_s = device.optimizer_s_per_element
+    if profile.exchanges_matrices:
+        update_s += _exchange_s_per_element(profile, tp_profile, device.device_class)
+    return device.model_copy(update={"units": units, "optimizer_s_per_element": update_s})
+
+
+def _exchange_s_per_element(
+    profile: Profile, tp_profile: TensorParallelProfile, name: str
+) -> float:
+    """Return the seconds for a group to gather its ranks' parts of matrices on one rank each and to
+    return the updates, per element of a rank's part of the model."""
+    size = tp_profile.model.mean_per_element(of_matrices=MATRIX_BYTES, of_others=0)
+    elements = tp_profile.model.parameters
+    # A rank sends its part once, divided among the others; in a gather, once to each of them.
+    sent = size * elements / tp_profile.degree
+    once = compute_tensor_parallel_s(profile, "exchange", name, tp_profile.degree, sent)
+    return 2 * once / max(1, elements)
 
 
 class _ByLinks(ByIdentity[Profile]):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpumix.engine.model.adapters import list_disabled_adapters
 from gpumix.engine.model.forward_coroutine import ModelError, make_pickling_error
 from gpumix.engine.quantised.quantised_parameter import ModuleAttribute, restore_module_parameter
 from gpumix.engine.schedule.pipeline_parallel import PipelineStage
@@ -204,13 +205,29 @@ class AccessBetweenSteps:
         vars(model)[name] = unsharding
         self._undo.callback(lambda: vars(self._model).pop(name, None))
 
-    @property
     def has_changed_requires_grad(self) -> bool:
-        """True if the user has frozen or thawed parameters since the model was sharded."""
-        return any(
-            _registered(module)[name].requires_grad is not self._stored[own].trained
-            for module, name, own in self._places()
-        )
+        """Return True if the user has frozen or thawed parameters since the model was sharded. PEFT
+        freezes adapters only while they are disabled. Collective."""
+        disabled = {
+            inner
+            for layer in list_disabled_adapters(self._model).values()
+            for inner in layer.modules()
+        }
+        enabled = {own for module, _, own in self._places() if module not in disabled}
+        flags = self._read_requires_grad()
+        return any(flags[own] is not self._stored[own].trained for own in enabled)
+
+    def _read_requires_grad(self) -> dict[str, bool]:
+        """Return `requires_grad` of all parameters, by piece name. With several stages collective:
+        a rank without a parameter has a stand-in, which is never trained."""
+        flags = {own: _registered(m)[name].requires_grad for m, name, own in self._places()}
+        engine = self._of_engine()
+        if engine is None or not engine.places:
+            return flags
+        stored = {piece.name for piece in engine.pieces()}
+        row = torch.tensor([int(flags[own]) if own in stored else 0 for own in flags])
+        table = engine.comm.exchanged(row.to(engine.device), "exchange of requires_grad")
+        return {own: bool(flag) for own, flag in zip(flags, table.sum(0).tolist())}
 
     @property
     def can_be_called(self) -> bool:
@@ -306,7 +323,7 @@ class AccessBetweenSteps:
         if engine is not None:
             engine.look_back()
         held = {own: _registered(module)[name] for module, name, own in self._places()}
-        flags = {own: parameter.requires_grad for own, parameter in held.items()}
+        flags = self._read_requires_grad()
         if engine is None and self._always_whole:
             parameters = {
                 own: parameter

@@ -34,7 +34,7 @@ from gpumix.engine.model.module_buffers import BufferCopies
 from gpumix.engine.model.rng import OtherGenerators, choose_forked_generators, get_generators
 from gpumix.engine.offload.host_offload import OffloadStore
 from gpumix.engine.optimizers import elementwise_check, overlapped_step
-from gpumix.engine.optimizers.layout import LayoutPart, OptimizerLayout, check_whole_matrices
+from gpumix.engine.optimizers.layout import JoinedGroups, LayoutPart, OptimizerLayout
 from gpumix.engine.optimizers.overlapped_step import HostStepHooks, OverlappedUpdates
 from gpumix.engine.rehearsal.rehearsing_engine import COMPARED_STEPS
 from gpumix.engine.reshard import move_state, needs_state_move
@@ -298,27 +298,49 @@ class Engine(EvaluatingEngine, BlockwiseEngine):
     def layout(self) -> OptimizerLayout:
         """Return the ranks storing each part of every parameter, for `gpumix.Adafactor` and
         `gpumix.Muon`. Work on full matrices is divided like samples, by the speed of ranks.
-        Collective.
-
-        Raises:
-            InputError: the plan has tensor parallelism.
-        """
-        check_whole_matrices(self.plan)
+        Collective."""
+        in_groups = self._join_tensor_parallel_groups()
         pieces: dict[int, list[Piece]] = {}
         layouts: dict[int, ShardLayout] = {}
         for group in self.groups():  # all ranks go through buckets, and so parts, in one order
-            key = id(group.layout.comm)
-            layouts[key] = group.layout
+            layout = group.layout
+            key = id(in_groups.get(id(layout.comm), layout.comm))
+            layouts[key] = layout
             pieces.setdefault(key, []).extend(group.pieces)
         parts = []
         for key, layout in layouts.items():
-            if layout.replicated:
+            comm, ranks = layout.comm, layout.ranks or range(layout.comm.world)
+            joined = in_groups.get(id(comm))
+            if joined is not None:
+                parts.append(LayoutPart(pieces[key], joined.comm, joined.speeds, copied=True))
+            elif layout.replicated:
                 parts.append(LayoutPart(pieces[key], self.comm.alone()))
-                continue
-            ranks = layout.ranks or range(layout.comm.world)
-            speeds = [float(self.plan.workers[rank].samples) for rank in ranks]
-            parts.append(LayoutPart(pieces[key], layout.comm, speeds))
+            else:
+                speeds = [float(self.plan.workers[rank].samples) for rank in ranks]
+                parts.append(LayoutPart(pieces[key], comm, speeds))
         return OptimizerLayout(parts, root=self._root_names)
+
+    def _join_tensor_parallel_groups(self) -> dict[int, JoinedGroups]:
+        """Return the ranks of all tensor-parallel groups of this rank's stages, by the id of each
+        communicator that divides a part of the stage's state. Collective: makes process groups."""
+        own = {place.stage: place.parts for place in self.places} or {0: self._parts}
+        found = {}
+        for number, stage in enumerate(self.plan.stages):
+            ranks = tuple(sorted(self.plan.ranks_of(number)))
+            comm = self.comm.among(ranks) if stage.tensor > 1 else None
+            if comm is None:
+                continue
+            layout = own[number].layout
+            speeds = {
+                rank: self.plan.worker_of(rank, number).samples / len(group)
+                for group in self.plan.list_tp_groups(number)
+                for rank in group
+            }
+            joined = JoinedGroups(comm, tuple(speeds[rank] for rank in ranks))
+            for one in (layout, *layout.others, layout.undivided):
+                if one is not None:
+                    found[id(one.comm)] = joined
+        return found
 
     def end(self, why: str) -> None:
         """End training, and free the memory of parameters, gradients and masters."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from gpumix.engine.batch.batch_split import Loss, MicroBatchTask
 from gpumix.engine.loss.chunked_cross_entropy import ChunkedCrossEntropy
@@ -18,6 +19,7 @@ from gpumix.engine.model.rng import preserve_torch_rng, use_eval_mode
 from gpumix.engine.rehearsal.rehearsing_engine import RehearsingEngine
 from gpumix.engine.rehearsal.samples import is_true_on_any_rank
 from gpumix.engine.schedule.layered_schedule import Schedule
+from gpumix.engine.schedule.remote_stage_values import refuse_without_values
 from gpumix.engine.sharding.bucket import release_buckets
 
 Function = Callable[[nn.Module, Any], Any]
@@ -87,6 +89,8 @@ class EvaluatingEngine(RehearsingEngine):
 
         def keep(of: range, compute: Callable[[], Any]) -> Loss:
             made[of] = compute()
+            for leaf in tree_leaves(made[of]):
+                refuse_without_values(leaf, "output")
             return torch.zeros(()), torch.zeros(())
 
         with ExitStack() as stack, self._in_step(trains=as_trained):

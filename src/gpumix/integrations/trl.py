@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,12 +36,15 @@ from gpumix.profiler.api import announce_cpu_ranks  # noqa: E402
 from gpumix.schema.errors import InputError  # noqa: E402
 from gpumix.schema.plan.plan import Plan  # noqa: E402
 from gpumix.train.checks.packed_documents import check_documents  # noqa: E402
+from gpumix.train.processes.script_errors import show_errors_without_traceback  # noqa: E402
 
 announce_cpu_ranks()
 
 __all__ = ["SFTTrainer"]
 
 TOKENS_KEY, TOTAL_TOKENS_KEY = "num_tokens", "tokens of this rank"
+SUMS_KEY = "sums of this rank"
+TOKEN_MEANS = ("entropy", "mean_token_accuracy")  # TRL's means over the tokens of a batch
 SFT_FIELDS = FieldSupport.of(
     heard="packing packing_strategy",
     theirs="""
@@ -56,6 +59,22 @@ SFT_FIELDS = FieldSupport.of(
         "lays several samples into each",
     },
 ).merge_base(TRAINING_FIELDS)
+
+
+def __getattr__(name: str) -> Any:
+    """Refuse TRL's other trainers by name."""
+    if name.endswith("Trainer") and hasattr(trl, name):
+        show_errors_without_traceback()
+        raise InputError(
+            f"gpumix has no {name}",
+            code="trl-trainer-unsupported",
+            where=f"from {__name__} import {name}",
+            why="of TRL's trainers it runs SFTTrainer, whose loss is a sum over the tokens of one "
+            "call of the model",
+            fix=f"from trl import {name}, on equal devices; or give its loss to gpumix.prepare, "
+            "and compute the values of a reference model before, into the data set",
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclass(frozen=True)
@@ -106,7 +125,8 @@ class SingleForwardModel:
 
 
 class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
-    """`trl.SFTTrainer` training by a plan. Metrics are means over the micro-batches of all devices.
+    """`trl.SFTTrainer` training by a plan. Entropy and accuracy are means over the tokens of each
+    batch, as in TRL; other metrics are means over the micro-batches of all devices.
 
     Args:
         plan: a plan, or the file of a plan; by default the devices are measured and a plan is made
@@ -117,6 +137,8 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
 
     def __init__(self, *args: Any, plan: Plan | Path | str | None = None, **kwargs: Any) -> None:
         self._tokens = 0  # trained on, of packs
+        self._batches = 0  # seen, of all devices
+        self._sums = _TokenSums()
         super().__init__(*args, plan=plan, **kwargs)
         if self.padding_free:  # set by TRL for packing, except "wrapped"
             assert isinstance(self.data_collator, DataCollatorForLanguageModeling)
@@ -138,45 +160,92 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """Compute the loss, also of packs, without attention between documents."""
+        counted = int((inputs["labels"][:, 1:] != IGNORED_LABEL).sum())
         if return_outputs or self.compute_loss_func is not None or self.label_smoother is not None:
             model = SingleForwardModel(model)
         args = return_outputs, num_items_in_batch
         if not self.padding_free:
-            return super().compute_loss(model, inputs, *args)
+            made = super().compute_loss(model, inputs, *args)
+            self._take_means(counted)
+            return made
         tokens = inputs.pop(TOKENS_KEY, torch.zeros(()))
         whole = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
         given = inputs | make_document_mask(whole, inputs)
         made = super().compute_loss(model, given, *args)
+        self._take_means(counted)
         if self.model.training:
             # TRL counts a single row, and other micro-batches run in between.
             self._tokens += int(tokens.sum())
             self._total_train_tokens = self._tokens
         return made
 
+    def _take_means(self, counted: int) -> None:
+        """Move TRL's means over the `counted` tokens of a micro-batch to the sums of its batch."""
+        own = self._metrics["train" if self.model.training else "eval"]
+        for name in TOKEN_MEANS:
+            self._sums.add(name, self._batches, own[name].pop() * counted, counted)
+
+    def _settle(self, inputs: Any, *, in_step: bool = False) -> None:
+        super()._settle(inputs, in_step=in_step)
+        self._batches += 1
+
     @contextmanager
     def _measured(self) -> Iterator[None]:
-        before = copy.deepcopy(self._metrics), self._total_train_tokens, self._tokens
+        before = copy.deepcopy((self._metrics, self._sums)), self._total_train_tokens, self._tokens
         try:
             yield
         finally:
-            self._metrics, self._total_train_tokens, self._tokens = before
+            (self._metrics, self._sums), self._total_train_tokens, self._tokens = before
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self._engine is not None:
-            mode = "train" if self.model.training else "eval"
-            own = self._metrics[mode]
-            told = {**own, TOTAL_TOKENS_KEY: self._total_train_tokens}
-            every = [
-                json.loads(text)
-                for text in gather_texts(
-                    json.dumps(told), self._engine.comm, "gathering of metrics"
-                )
-            ]
-            for name in sorted({name for one in every for name in one} - {TOTAL_TOKENS_KEY}):
+            own = self._metrics["train" if self.model.training else "eval"]
+            told = {**own, TOTAL_TOKENS_KEY: self._total_train_tokens, SUMS_KEY: self._sums.rows}
+            every = self._gather_metrics(self._engine, told)
+            for name in sorted({n for one in every for n in one} - {TOTAL_TOKENS_KEY, SUMS_KEY}):
                 own[name] = [value for one in every for value in one.get(name, [])]
+            means = _TokenSums([row for one in every for row in one[SUMS_KEY]]).means()
+            for name in TOKEN_MEANS:
+                own.pop(name, None)
+            own.update(means)
+            self._sums = _TokenSums()
             if TOKENS_KEY in own:
                 own[TOKENS_KEY] = [sum(one[TOTAL_TOKENS_KEY] for one in every)]
         super().log(logs, start_time)
+
+    @staticmethod
+    def _gather_metrics(engine: Engine, told: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the values of ranks with losses, in order: of a tensor-parallel group, those of
+        its first rank."""
+        texts = gather_texts(json.dumps(told), engine.comm, "gathering of metrics")
+        groups = engine.plan.list_tp_groups(len(engine.plan.stages) - 1)
+        return [json.loads(texts[group[0]]) for group in groups]
+
+
+class _TokenSums:
+    """Sums over tokens of micro-batches, for means over the tokens of each batch.
+
+    Attributes:
+        rows: name, number of the batch, sum, and number of tokens, of a micro-batch each.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[Any]] = ()) -> None:
+        self.rows = list(rows)
+
+    def add(self, name: str, batch: int, total: float, count: int) -> None:
+        self.rows.append((name, batch, total, count))
+
+    def means(self) -> dict[str, list[float]]:
+        """Return the mean of each batch, in order; 0 for a batch without tokens."""
+        of_batch: dict[tuple[str, int], list[float]] = {}
+        for name, batch, total, count in self.rows:
+            known = of_batch.setdefault((name, batch), [0.0, 0])
+            known[0] += total
+            known[1] += count
+        found: dict[str, list[float]] = {}
+        for (name, _), (total, count) in sorted(of_batch.items()):
+            found.setdefault(name, []).append(total / count if count else 0.0)
+        return found
 
 
 def _check_packing(engine: Engine, strategy: str) -> str:

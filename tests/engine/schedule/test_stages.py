@@ -592,16 +592,6 @@ def _two_steps(plan_json: str) -> float:
 summed = of_each(_two_steps, SUMMED)
 
 
-def test_optimizers_of_whole_matrices_are_refused_in_tp_groups():
-    plan = staged_plan("gpt2", ALL["two TP groups"])
-    with raises(InputError, code="optimizer-without-tensor-parallel"):
-        run_ranks(_layout, len(plan.workers), plan.model_dump_json())
-
-
-def _layout(plan_json: str) -> None:
-    staged_engine("gpt2", Plan.model_validate_json(plan_json)).layout()
-
-
 PRIVATE = "torch.distributed.pipelining._backward"
 
 

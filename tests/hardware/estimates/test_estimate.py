@@ -113,6 +113,23 @@ def test_what_tp_groups_tell_each_other_takes_as_long_as_their_link_is_slow():
     assert 2 * there_and_back <= waits <= 2 * PER_OWNER * there_and_back * 1.001
 
 
+def test_updates_that_exchange_matrices_take_longer_in_teams():
+    """Parts of matrices travel to one rank and back, in bf16."""
+    profile = small("2x rtx3090")
+    [team] = profile.tp_profiles
+    exchanging = profile.model_copy(update={"exchanges_matrices": True})
+    without, with_exchange = (
+        make_group_profile(one, 2).of_class("rtx3090").optimizer_s_per_element
+        for one in (exchanging.model_copy(update={"exchanges_matrices": False}), exchanging)
+    )
+    assert without == team.classes[0].optimizer_s_per_element
+    link = profile.cluster.network.of("inside", "rtx3090", "rtx3090")
+    matrices = team.model.mean_per_element(of_matrices=1, of_others=0) * team.model.parameters
+    there_and_back = 2 * interpolate_one_seconds(link.times, 2 * matrices / 2)
+    waits = (with_exchange - without) * team.model.parameters
+    assert there_and_back <= waits * 1.001 and waits <= PER_OWNER * there_and_back * 1.001
+
+
 def test_stages_are_weighed_between_hosts_with_a_slow_link():
     profile = small("2 hosts of 1x rtx3090", "1GbE")
     few = Space(gradient_checkpointing=False, cross_entropy="whole", pipeline_schedules="1f1b")

@@ -175,6 +175,18 @@ def saved(folder: Path) -> dict[str, np.ndarray]:
 # -- what programs find on their disks -------------------------------------------------------------
 
 
+# Which tokens are trained on is for the template to say.
+CHAT_TEMPLATE = """
+{%- for message in messages -%}
+{{- message['role'] + ' ' -}}
+{%- if message['role'] == 'assistant' -%}
+{% generation %}{{ message['content'] + ' <eos>' }}{% endgeneration %}
+{%- else -%}{{ message['content'] + ' <eos> ' }}
+{%- endif -%}
+{%- endfor -%}
+"""
+
+
 def tokenizer(words: int = 60) -> Any:
     """Knows so many words, `w0` and the others, one token each."""
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -7,10 +7,17 @@ Functions run in ranks of `harness.run_ranks`, or in a process of its own; resul
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from helpers.scripts.programs import as_launched, make_accelerator, tokenizer, train_in_loop
+from helpers.scripts.programs import (
+    CHAT_TEMPLATE,
+    as_launched,
+    make_accelerator,
+    tokenizer,
+    train_in_loop,
+)
 from helpers.training import quantised as q
 from helpers.training.reference import Share
 
@@ -76,7 +83,7 @@ def run_trainer(folder: Path, world: int, resumes: bool = False) -> dict[str, An
     return _finished(trainer, output)
 
 
-def run_sft(folder: Path, world: int) -> dict[str, Any]:
+def run_sft(folder: Path, world: int, kind: str = "sft") -> dict[str, Any]:
     from datasets import Dataset
     from trl import SFTConfig
 
@@ -85,10 +92,17 @@ def run_sft(folder: Path, world: int) -> dict[str, Any]:
         from trl import SFTTrainer
     else:
         from gpumix.integrations.trl import SFTTrainer
-    output = folder / f"sft-{world}"
+    output, known = folder / f"{kind}-{world}", tokenizer()
     texts = [
         {"input_ids": one["input_ids"].tolist()} for one in map(Tokens().__getitem__, range(40))
     ]
+    if kind == "sft in packs":
+        texts = [{"input_ids": one["input_ids"][: 3 + n % 7]} for n, one in enumerate(texts)]
+    elif kind == "sft of completions":
+        texts = [one | {"completion_mask": mask_of(n)} for n, one in enumerate(texts)]
+    elif kind == "sft of answers":
+        texts = [{"messages": talk(n)} for n in range(len(texts))]
+        known.chat_template = CHAT_TEMPLATE
     loading = {
         "quantization_config": q.make_config("nf4-double"),
         "device_map": {"": "cpu"},
@@ -97,11 +111,14 @@ def run_sft(folder: Path, world: int) -> dict[str, Any]:
     trainer = SFTTrainer(
         model=str(folder / "base"),
         args=SFTConfig(
-            **settings(output, world, bf16=False, max_length=q.LENGTH, model_init_kwargs=loading)
+            **settings(output, world, bf16=False, max_length=q.LENGTH, model_init_kwargs=loading),
+            packing=kind == "sft in packs",
+            completion_only_loss=kind == "sft of completions",
+            assistant_only_loss=kind == "sft of answers",
         ),
         train_dataset=Dataset.from_list(texts),
         eval_dataset=Dataset.from_list(texts[:9]),
-        processing_class=tokenizer(),
+        processing_class=known,
         peft_config=q.lora(dora=True),
         **more,
     )
@@ -147,7 +164,24 @@ def run_loop(folder: Path, world: int) -> dict[str, Any]:
     return {"losses": losses, "evaluated": evaluated, "saved": saved, "files": files}
 
 
-RUN = {"trainer": run_trainer, "sft": run_sft, "loop": run_loop}
+def mask_of(number: int) -> list[int]:
+    """Of a sample: its first tokens are not trained on, of each a different number."""
+    prompt = 2 + number % 8
+    return [0] * prompt + [1] * (q.LENGTH - prompt)
+
+
+def talk(number: int) -> list[dict[str, str]]:
+    words = [f"w{(5 * number + place) % 50}" for place in range(8)]
+    said = {"user": words[: 1 + number % 4], "assistant": words[1 + number % 4 :]}
+    return [{"role": role, "content": " ".join(content)} for role, content in said.items()]
+
+
+KINDS_OF_SFT = ("sft", "sft in packs", "sft of completions", "sft of answers")
+RUN = {
+    "trainer": run_trainer,
+    "loop": run_loop,
+    **{kind: partial(run_sft, kind=kind) for kind in KINDS_OF_SFT},
+}
 
 
 def run_each(folder: Path, world: int) -> dict[str, dict[str, Any]]:

@@ -58,8 +58,8 @@ def update_pieces(engine, optimizer, steps):
     for step in steps:
         for piece in engine.pieces():
             if piece.local.requires_grad:
-                whole_gradient = gradient(piece.name, piece.shape, step).reshape(-1)
-                own = whole_gradient[piece.start : piece.end]
+                shown = piece.window.of(gradient(piece.name, piece.shape, step)).reshape(-1)
+                own = shown[piece.start : piece.end]
                 piece.local.grad = own.to(piece.local.device, copy=True)
         optimizer.step()
         optimizer.zero_grad()

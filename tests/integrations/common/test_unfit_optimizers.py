@@ -42,16 +42,16 @@ def test_of_a_trainers_arguments():
     assert isinstance(made, torch.optim.RMSprop)
 
 
-def test_plans_for_optimizers_of_whole_matrices_and_blocks_are_without_tp_groups():
+def test_plans_for_optimizers_of_blocks_are_without_tensor_parallel_groups():
     def allowed(kind: type) -> Space:
         made = kind([nn.Parameter(torch.ones(2, 2))])
         return _restrict_space(
             TrainingSetup(lambda n: None, 12, 4, optimizer=make_factory_from_optimizer(made))
         )
 
-    for kind in (gpumix.Adafactor, gpumix.Muon, gpumix.AdamW8bit):
-        assert allowed(kind) == EVERYTHING.without_tensor_parallel()
-    assert allowed(torch.optim.AdamW) == EVERYTHING
+    assert allowed(gpumix.AdamW8bit) == EVERYTHING.without_tensor_parallel()
+    for kind in (gpumix.Adafactor, gpumix.Muon, torch.optim.AdamW):
+        assert allowed(kind) == EVERYTHING
     assert _restrict_space(TrainingSetup(lambda n: None, 12, 4)) == EVERYTHING
 
 

@@ -14,7 +14,14 @@ from gpumix.schema.errors import InputError
 from helpers.errors import raises
 from helpers.processes.harness import run_ranks
 from helpers.scripts.programs import as_launched
-from helpers.scripts.quantised_programs import ADAPTERS, RUN, STEPS, run_each, run_trainer
+from helpers.scripts.quantised_programs import (
+    ADAPTERS,
+    KINDS_OF_SFT,
+    RUN,
+    STEPS,
+    run_each,
+    run_trainer,
+)
 from helpers.training import quantised as q
 
 pytestmark = pytest.mark.slow
@@ -43,7 +50,12 @@ def test_losses_are_those_of_the_stock_program(every, kind):
         assert rank[kind]["losses"] == pytest.approx(stock[kind]["losses"], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["trainer", "sft"])
+def test_kinds_of_sft_train_on_different_tokens(every):
+    _, stock, _ = every
+    assert len({stock[kind]["losses"][0] for kind in KINDS_OF_SFT}) == len(KINDS_OF_SFT)
+
+
+@pytest.mark.parametrize("kind", ["trainer", *KINDS_OF_SFT])
 def test_evaluation_is_that_of_the_stock_program(every, kind):
     _, stock, ours = every
     for rank in ours:

@@ -14,7 +14,13 @@ from gpumix.schema.errors import GpumixError, InputError
 from helpers.errors import raises
 from helpers.extended import chosen, left_out
 from helpers.processes.harness import run_ranks
-from helpers.scripts.programs import as_launched, in_folder, in_hub_cache, tokenizer
+from helpers.scripts.programs import (
+    CHAT_TEMPLATE,
+    as_launched,
+    in_folder,
+    in_hub_cache,
+    tokenizer,
+)
 from helpers.training.reference import Share, plan_for
 
 pytestmark = pytest.mark.slow
@@ -65,16 +71,6 @@ def plan(adapted: bool) -> Any:
 ADAPTED = ("adapters", "packs and adapters")
 WHOLE = ("whole", "smoothed", "a loss")
 KINDS = (*WHOLE, "a stream", "packs", *ADAPTED, "prompts", "messages")
-# Which tokens are trained on is for the template to say.
-TEMPLATE = """
-{%- for message in messages -%}
-{{- message['role'] + ' ' -}}
-{%- if message['role'] == 'assistant' -%}
-{% generation %}{{ message['content'] + ' <eos>' }}{% endgeneration %}
-{%- else -%}{{ message['content'] + ' <eos> ' }}
-{%- endif -%}
-{%- endfor -%}
-"""
 
 
 def given(kind: str, folder: Path) -> dict[str, Any]:
@@ -84,7 +80,7 @@ def given(kind: str, folder: Path) -> dict[str, Any]:
         return {"model": name, "train_dataset": texts(), "peft_config": adapters()}
     known = tokenizer()
     if kind == "messages":
-        known.chat_template = TEMPLATE
+        known.chat_template = CHAT_TEMPLATE
     in_memory = {
         "whole": texts,
         "smoothed": texts,
@@ -103,8 +99,9 @@ def given(kind: str, folder: Path) -> dict[str, Any]:
 
 
 def as_prompt(row: dict[str, Any]) -> dict[str, Any]:
-    first, _, rest = row["text"].partition(" ")
-    return {"prompt": first, "completion": f" {rest}"}
+    """With a prompt of two words: the first one is never predicted anyway."""
+    first, second, rest = row["text"].split(" ", 2)
+    return {"prompt": f"{first} {second}", "completion": f" {rest}"}
 
 
 def as_messages(row: dict[str, Any]) -> dict[str, Any]:
@@ -175,6 +172,7 @@ def trained(folder: Path, world: int, kind: str) -> dict[str, Any]:
         "norms": [entry["grad_norm"] for entry in logged],
         "tokens": [entry["num_tokens"] for entry in logged],
         "entropy": [entry["entropy"] for entry in logged],
+        "accuracy": [entry["mean_token_accuracy"] for entry in logged],
         "evaluated": evaluated["eval_loss"],
         "predicted": predicted[predicted != -100].tolist(),
         "files": sorted(path.name for path in (output / "final").glob("*.safetensors")),
@@ -240,9 +238,9 @@ def test_metrics_are_of_all_ranks(both):
     stock, ours = both
     for rank in ours:
         assert rank["tokens"] == stock["tokens"]
-        # Means over micro-batches, of which the stock script has one.
-        assert rank["entropy"] == pytest.approx(stock["entropy"], rel=0.05)
-        assert rank["entropy"] == ours[0]["entropy"]
+        for name in ("entropy", "accuracy"):
+            assert rank[name] == pytest.approx(stock[name], rel=1e-4)
+            assert rank[name] == ours[0][name]
 
 
 def test_predictions_are_those_of_the_stock_script(both):
@@ -270,6 +268,13 @@ def test_what_is_saved_is_what_is_trained(both):
     for key, value in expected.items():
         # Adam moves an element whose gradient is hardly more than rounding by its sign alone.
         assert np.linalg.norm(found[key] - value) <= 2e-3 * np.linalg.norm(value), key
+
+
+def test_other_trainers_of_trl_are_refused_by_name():
+    with raises(InputError, code="trl-trainer-unsupported", what="DPOTrainer"):
+        from gpumix.integrations.trl import DPOTrainer  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'NoTrainer'"):
+        from gpumix.integrations.trl import NoTrainer  # noqa: F401
 
 
 def test_packs_whose_documents_would_see_each_other_are_refused(tmp_path):

@@ -21,7 +21,7 @@ from gpumix.train.rank_setup.optimizer import (
 )
 from helpers.errors import raises
 from helpers.extended import left_out
-from helpers.runs.jobs import plan_for, toy, train, write_job
+from helpers.runs.jobs import BATCH, PAIR, TENSOR_PLAN, plan_for, toy, train, write_job
 from helpers.training.reference import engine_alone
 
 OPTIMIZERS = {
@@ -43,6 +43,26 @@ def test_a_job_is_trained_and_resumed_to_the_bit(tmp_path, name):
     assert whole.losses[-1] < 0.9 * whole.losses[0]
     train(job, "max_steps=3", plan=plan)
     assert train(job, plan=plan, resume=True).losses == whole.losses[3:]
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_a_job_is_planned_and_trained_in_tensor_parallel_groups(tmp_path, name):
+    """And resumed by a rank alone."""
+
+    def job_of(folder, **more):
+        model = toy() | {"tensor_plan": TENSOR_PLAN}
+        constant = {"optimizer": OPTIMIZERS[name], "lr_scheduler": {"type": "constant"}}
+        return write_job(tmp_path / folder, model=model, **constant, **more)
+
+    alone = job_of("alone", cluster=[PAIR[0] | {"count": 1}])
+    expected = train(alone).losses
+    assert expected[-1] < 0.9 * expected[0]
+    job = job_of("pair", cluster=PAIR, techniques={"tensor_parallel_size": 2})
+    assert read_job(job).space == read_job(job).techniques
+    assert train(job, "max_steps=3").losses == pytest.approx(expected[:3], rel=1e-4)
+    plan = plan_for(alone, samples=(BATCH,), shares=(1.0,))
+    moved = job_of("pair", cluster=[PAIR[0] | {"count": 1}])
+    assert train(moved, plan=plan, resume=True).losses == pytest.approx(expected[3:], rel=1e-4)
 
 
 @pytest.mark.extended

@@ -136,7 +136,7 @@ class Estimate:
             whole = shape.model(length, dtype, name)
             return freeze_base(whole, shape.block_sizes, self.tuning, tokens=length)
 
-        return estimate_profile(
+        found = estimate_profile(
             model_in,
             cluster,
             sequence_length=length,
@@ -148,6 +148,8 @@ class Estimate:
             else return_no_parts,
             ram_by_host=ram_by_host,
         )
+        exchanges = self.optimizer.name == "muon"
+        return found.model_copy(update={"exchanges_matrices": exchanges})
 
     def with_more(self, cards: str) -> Estimate:
         """Return the estimate for one more card on the first host."""

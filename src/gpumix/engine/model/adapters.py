@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,6 +58,32 @@ def list_adapter_parameters(model: nn.Module) -> set[str]:
 def find_base_name(name: str) -> str:
     """Return the name that a parameter had before adapters were added."""
     return _WRAPPED.sub("", name.removeprefix(_PREFIX))
+
+
+def list_disabled_adapters(model: nn.Module) -> dict[str, Any]:
+    """Return the layers whose adapters are disabled, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if vars(module).get(_SWITCHES[0]) is True and hasattr(module, "enable_adapters")
+    }
+
+
+@contextmanager
+def enable_adapters(model: nn.Module) -> Iterator[None]:
+    """Enable a model's disabled adapters in the body.
+
+    PEFT freezes adapters while these are disabled, as in `with model.disable_adapter():`. Plans and
+    engines are for the model that is trained, where adapters are not frozen.
+    """
+    disabled = list_disabled_adapters(model).values()
+    for layer in disabled:
+        layer.enable_adapters(True)
+    try:
+        yield
+    finally:
+        for layer in disabled:
+            layer.enable_adapters(False)
 
 
 class AdapterSwitches:

@@ -10,7 +10,7 @@ Shazeer, Stern: Adafactor, https://arxiv.org/abs/1804.04235; the variant is that
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod, sqrt
 from typing import Any
 
@@ -27,8 +27,10 @@ from gpumix.engine.optimizers.base import (
     get_layout,
     to_parameter_groups,
 )
-from gpumix.engine.optimizers.layout import OptimizerLayout
-from gpumix.engine.sharding.nd_boxes import split_into_boxes
+from gpumix.engine.optimizers.layout import LayoutPart, OptimizerLayout
+from gpumix.engine.sharding.parameter_slice import ParameterSlice
+from gpumix.engine.sharding.shard import Piece
+from gpumix.schema.errors import InputError
 
 State = dict[str, Any]
 
@@ -71,9 +73,7 @@ class Adafactor(FullParameterOptimizer):
     def _update(self) -> None:
         for part in self.layout.parts:
             updates = [
-                _ParameterUpdate(
-                    p, group, self._state(p), self.layout.piece(p).shape, self.layout.piece(p).start
-                )
+                _PieceUpdate(p, group, self._state(p), part.pieces[id(p)], part)
                 for group in self.param_groups
                 for p in group["params"]
                 if p.grad is not None and p in part
@@ -81,21 +81,23 @@ class Adafactor(FullParameterOptimizer):
             if updates:
                 self._step(updates, part.comm)
 
-    def _step(self, updates: list[_ParameterUpdate], comm: Communicator) -> None:
+    def _step(self, updates: list[_PieceUpdate], comm: Communicator) -> None:
         device = updates[0].local.device
-        sums = torch.zeros(sum(u.sums_numel for u in updates), device=device)
-        for update, own in zip(updates, sums.split([u.sums_numel for u in updates])):
-            update.add_squares(own)
-        comm.all_reduce(sums, "all-reduce of Adafactor's rows and columns")
-        norms = torch.zeros(len(updates), device=device)
-        for update, own, norm in zip(
-            updates, sums.split([u.sums_numel for u in updates]), norms.split(1)
-        ):
-            update.update_averages(own)
-            update.add_norm(norm)
-        comm.all_reduce(norms, "all-reduce of Adafactor's update norms")
-        for update, norm in zip(updates, norms.split(1)):
-            update.apply(norm)
+        # A rank may have several parts of a parameter, whose sums are one.
+        sizes = {update.name: update.sums_numel for update in updates}
+        every = torch.zeros(sum(sizes.values()), device=device)
+        sums = dict(zip(sizes, every.split(list(sizes.values()))))
+        for update in updates:
+            update.add_squares(sums[update.name])
+        comm.all_reduce(every, "all-reduce of Adafactor's rows and columns")
+        square_norms = torch.zeros(len(sizes), device=device)
+        norms = dict(zip(sizes, square_norms.split(1)))
+        for update in updates:
+            update.update_averages(sums[update.name])
+            update.add_norm(norms[update.name])
+        comm.all_reduce(square_norms, "all-reduce of Adafactor's update norms")
+        for update in updates:
+            update.apply(norms[update.name])
 
     def _state(self, p: nn.Parameter) -> State:
         state: State = self.state[p]
@@ -128,22 +130,28 @@ class _Tile:
     columns: slice
 
 
-class _ParameterUpdate:
-    """Update of a parameter in a step; `shape` is that of the full parameter."""
+class _PieceUpdate:
+    """Update of a piece of a parameter in a step."""
 
     def __init__(
-        self, p: nn.Parameter, group: Group, state: State, shape: torch.Size, start: int
+        self, p: nn.Parameter, group: Group, state: State, piece: Piece, part: LayoutPart
     ) -> None:
+        self.name = piece.name
         self.local, self._gradient = flatten_piece(p), flatten_gradient(p)
         self._group, self._state = group, state
-        self._numel, self._start = prod(shape), start
-        self._factored = len(shape) > 1
+        self._is_first = part.is_first(piece)
+        self._numel = prod(piece.shape)
+        self._factored = len(piece.shape) > 1
         # A stack of matrices; of one, for a matrix.
-        self._shape = (prod(shape[:-2]), *shape[-2:]) if self._factored else (1, 1, prod(shape))
+        self._window, self._start = _stack_matrices(piece.window), piece.start
         eps1, self._eps2 = group["eps"]
         self._eps1 = torch.finfo(p.dtype).eps if eps1 is None else eps1
         state["step"] += 1
         self._step = state["step"].item()
+
+    @property
+    def _shape(self) -> torch.Size:
+        return self._window.shape
 
     # -- sums over ranks -----------------------------------------------------------------------
 
@@ -154,9 +162,11 @@ class _ParameterUpdate:
         return 1 + (stack * (rows + columns) if self._factored else 0)
 
     def add_squares(self, sums: torch.Tensor) -> None:
-        """Put this rank's sums of squares into `sums`."""
+        """Add the piece's sums of squares to `sums`, if no other rank does."""
+        if not self._is_first:
+            return
         norm, row_sums, column_sums = self._cut(sums)
-        norm.copy_(_square_norm(self.local))
+        norm += _square_norm(self.local)
         if self._factored:
             for tile in self._tiles():
                 along_rows = torch.linalg.vector_norm(tile.gradient, dim=2).square_()
@@ -191,8 +201,8 @@ class _ParameterUpdate:
     # -- the update ----------------------------------------------------------------------------
 
     def add_norm(self, norm: torch.Tensor) -> None:
-        """Add this rank's part of the update's squared norm to `norm`."""
-        for _, update in self._updates():
+        """Add the piece's part of the update's squared norm to `norm`, if no other rank does."""
+        for _, update in self._updates() if self._is_first else ():
             norm += _square_norm(update)
 
     def apply(self, norm: torch.Tensor) -> None:
@@ -224,14 +234,41 @@ class _ParameterUpdate:
         return (row_var[:, tile.rows] @ col_var[:, :, tile.columns]).div_(mean)
 
     def _tiles(self) -> Iterator[_Tile]:
-        """Yield this rank's interval as at most five boxes."""
-        end = self._start + self.local.numel()
-        done = 0
-        for offset, size in split_into_boxes(self._shape, self._start, end):
-            part = slice(done, done + prod(size))
-            places = (slice(o, o + n) for o, n in zip(offset, size))
-            yield _Tile(self.local[part].view(size), self._gradient[part].view(size), *places)
-            done = part.stop
+        """Yield this rank's elements as boxes; of a whole matrix's interval at most three."""
+        if not self._factored:
+            everything = (slice(None),) * 3
+            yield _Tile(self.local.view(1, 1, -1), self._gradient.view(1, 1, -1), *everything)
+            return
+        found = self._window.boxes(self._start, self.local)
+        gradients = self._window.boxes(self._start, self._gradient)
+        for ((offset, size), local), (_, gradient) in zip(found, gradients):
+            places = (slice(begin, begin + length) for begin, length in zip(offset, size))
+            yield _Tile(local, gradient, *places)
+
+
+def _stack_matrices(window: ParameterSlice) -> ParameterSlice:
+    """Return the window of a parameter as a stack of matrices.
+
+    Raises:
+        InputError: a tensor-parallel group divides the parameter along a dimension between the
+            first and the last two.
+    """
+    shape, inner = window.shape, max(0, len(window.shape) - 2)
+    if len(shape) < 2:
+        return ParameterSlice(torch.Size([1, 1, prod(shape)]))
+    stack = torch.Size([prod(shape[:-2]), *shape[-2:]])
+    if window.whole:
+        return ParameterSlice(stack)
+    if 0 < window.dim < inner:
+        raise InputError(
+            f"Adafactor cannot update a parameter of shape {tuple(shape)} that a tensor-parallel "
+            f"group divides along dimension {window.dim}",
+            code="optimizer-parameter-divided",
+            fix="divide it along the first dimension or one of the last two, or use "
+            "torch.optim.AdamW",
+        )
+    dim = window.dim - inner + 1 if window.dim >= inner else 0
+    return replace(window, shape=stack, dim=dim)
 
 
 def _square_norm(tensor: torch.Tensor) -> torch.Tensor:

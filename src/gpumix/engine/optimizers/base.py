@@ -76,11 +76,13 @@ class FullParameterOptimizer(StepOptimizer):
     Every rank must call `step`, even if it stores nothing. A parameter without gradient is skipped,
     and must be skipped on all ranks. `whole_states` are states that are not sharded like
     parameters: all ranks have equal copies. `state_bytes` are the bytes of state per element of a
-    hidden matrix, and of any other parameter.
+    hidden matrix, and of any other parameter. With `exchanges_matrices`, hidden matrices that
+    several ranks store travel in bf16 in each step, there and back.
     """
 
     whole_states: ClassVar[frozenset[str]] = frozenset()
     state_bytes: ClassVar[tuple[int, int]]
+    exchanges_matrices: ClassVar[bool] = False
 
     def __init__(
         self, groups: list[Group], defaults: dict[str, Any], layout: OptimizerLayout

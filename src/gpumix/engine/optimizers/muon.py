@@ -11,7 +11,7 @@ Training, https://arxiv.org/abs/2502.16982, which divides the work likewise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
@@ -31,7 +31,7 @@ from gpumix.engine.optimizers.base import (
     get_layout,
     to_parameter_groups,
 )
-from gpumix.engine.optimizers.layout import LayoutPart, OptimizerLayout
+from gpumix.engine.optimizers.layout import LayoutPart, OptimizerLayout, StoredPart
 from gpumix.engine.optimizers.newton_schulz import JORDAN_COEFFICIENTS, Coefficients, orthogonalize
 from gpumix.schema.errors import InputError
 
@@ -55,6 +55,7 @@ class Muon(FullParameterOptimizer):
     """
 
     state_bytes = (4, 8)
+    exchanges_matrices = True
 
     # Many arguments, because torch's two optimizers have as many.
     def __init__(
@@ -92,16 +93,17 @@ class Muon(FullParameterOptimizer):
         super().__init__(_split_groups(groups, layout), defaults, layout)
 
     def _update(self) -> None:
-        matrices = [
-            _Matrix(p, group, self.layout)
-            for group in self.param_groups
-            for p in group["params"]
-            if group["use_muon"] and p.grad is not None
-        ]
         for part in self.layout.parts:
-            own = [matrix for matrix in matrices if matrix.parameter in part]
-            if own:
-                self._orthogonal_step(own, part)
+            matrices: dict[str, _Matrix] = {}
+            for group in self.param_groups:
+                for p in group["params"] if group["use_muon"] else ():
+                    if p.grad is None or p not in part:
+                        continue
+                    name = part.pieces[id(p)].name
+                    if part.stored[name]:  # it has elements
+                        matrices.setdefault(name, _Matrix(name, group, part)).add(p)
+            if matrices:
+                self._orthogonal_step(list(matrices.values()), part)
         # It may have old state; loaded state is here.
         self._adamw.state = self.state
         self._adamw.param_groups = [g for g in self.param_groups if not g["use_muon"]]
@@ -110,13 +112,14 @@ class Muon(FullParameterOptimizer):
     def _orthogonal_step(self, matrices: list[_Matrix], part: LayoutPart) -> None:
         comm = part.comm
         for matrix in matrices:
-            matrix.average(self.state[matrix.parameter])
-        own = [m for m in matrices if m.holder == comm.rank]
-        cut = [m for m in matrices if m.holder is None]
+            matrix.average(self.state)
+        own = [m for m in matrices if comm.rank in m.holders]
+        cut = [m for m in matrices if not m.holders]
         travel = _MatrixExchange(cut, _choose_owners(matrices, cut, part), comm)
         arriving = travel.start()
         for matrix in own:  # while the other matrices' parts travel
-            matrix.update = matrix.orthogonalize(matrix.update)
+            [piece] = matrix.pieces
+            piece.update = matrix.orthogonalize(piece.update.view(matrix.shape)).reshape(-1)
         travel.finish(arriving)
         for matrix in matrices:
             matrix.apply()
@@ -126,9 +129,10 @@ def _choose_owners(matrices: list[_Matrix], cut: list[_Matrix], part: LayoutPart
     """Return the rank that updates each matrix of `cut`, equal on all ranks."""
     busy = [0.0] * part.comm.world
     for matrix in matrices:
-        if matrix.holder is not None:
-            busy[matrix.holder] += matrix.cost
-    held = [[float(end - start) for start, end in m.intervals] for m in cut]
+        for holder in matrix.holders:
+            busy[holder] += matrix.cost
+    ranks = range(part.comm.world)
+    held = [[float(_count_elements(rank, [m], copies=False)) for rank in ranks] for m in cut]
     return assign_jobs([m.cost for m in cut], part.speeds, busy=busy, near=held)
 
 
@@ -159,27 +163,38 @@ def _wants_muon(parameter: nn.Parameter, group: Group, layout: OptimizerLayout) 
     return bool(group["use_muon"])
 
 
-class _Matrix:
-    """Update of a matrix in a step. `update` is this rank's interval of the momentum, then of the
-    orthogonal update."""
+@dataclass(eq=False)
+class _MatrixPiece:
+    """A piece of a matrix. `update` is its momentum, then its part of the orthogonal update."""
 
+    parameter: nn.Parameter
+    part: StoredPart
     update: torch.Tensor
 
-    def __init__(self, parameter: nn.Parameter, group: Group, layout: OptimizerLayout) -> None:
-        self.parameter = parameter
-        self.intervals = layout.intervals(parameter)
-        self.shape = layout.piece(parameter).shape
-        self._group = group
+
+class _Matrix:
+    """Update of a matrix in a step. `pieces` are this rank's, in the order of `stored`."""
+
+    def __init__(self, name: str, group: Group, part: LayoutPart) -> None:
+        self.stored = part.stored[name]
+        self.pieces: list[_MatrixPiece] = []
+        self._given: list[nn.Parameter] = []
+        self._group, self._part = group, part
+
+    def add(self, parameter: nn.Parameter) -> None:
+        """Add a piece of the matrix on this rank."""
+        self._given.append(parameter)
 
     @property
-    def numel(self) -> int:
-        return self.shape.numel()
+    def shape(self) -> torch.Size:
+        return self.stored[0].window.shape
 
     @cached_property
-    def holder(self) -> int | None:
-        """The rank that stores the full matrix, if any."""
-        whole = (rank for rank, part in enumerate(self.intervals) if part == (0, self.numel))
-        return next(whole, None)
+    def holders(self) -> tuple[int, ...]:
+        """The ranks that store the full matrix, if no rank stores a part."""
+        if all(part.is_whole for part in self.stored):
+            return tuple(part.rank for part in self.stored)
+        return ()
 
     @property
     def cost(self) -> float:
@@ -187,37 +202,45 @@ class _Matrix:
         short, long = sorted(self.shape)
         return float(short * short * (2 * long + short))
 
-    def average(self, state: dict[str, Any]) -> None:
+    def average(self, states: Mapping[torch.Tensor, Any]) -> None:
         """Update the momentum."""
-        gradient, momentum = flatten_gradient(self.parameter), self._group["momentum"]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(self.parameter).detach()
-        buffer = flatten_piece(state["momentum_buffer"]).lerp_(gradient, 1 - momentum)
-        update = gradient.lerp(buffer, momentum) if self._group["nesterov"] else buffer
-        self.update = update.bfloat16()
+        momentum = self._group["momentum"]
+        own = {p.window.part: p for p in self.stored if p.rank == self._part.comm.rank}
+        for parameter in self._given:
+            gradient, state = flatten_gradient(parameter), states[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter).detach()
+            buffer = flatten_piece(state["momentum_buffer"]).lerp_(gradient, 1 - momentum)
+            update = gradient.lerp(buffer, momentum) if self._group["nesterov"] else buffer
+            part = own.get(self._part.pieces[id(parameter)].window.part)
+            if part is not None:
+                self.pieces.append(_MatrixPiece(parameter, part, update.bfloat16()))
+        self.pieces.sort(key=lambda piece: piece.part.window.part)
 
     def orthogonalize(self, whole: torch.Tensor) -> torch.Tensor:
-        """Orthogonalize the full matrix, flat."""
-        made = orthogonalize(
-            whole.view(self.shape),
+        """Orthogonalize the full matrix."""
+        return orthogonalize(
+            whole,
             self._group["ns_coefficients"],
             steps=self._group["ns_steps"],
             eps=self._group["ns_eps"],
         )
-        return made.reshape(-1)
 
     def apply(self) -> None:
-        lr, local = self._group["lr"], flatten_piece(self.parameter)
-        local.mul_(1 - lr * self._group["weight_decay"])
-        local.add_(self.update, alpha=-lr * _lr_ratio(self._group["adjust_lr_fn"], self.shape))
-        del self.update
+        lr = self._group["lr"]
+        for piece in self.pieces:
+            local = flatten_piece(piece.parameter)
+            local.mul_(1 - lr * self._group["weight_decay"])
+            local.add_(piece.update, alpha=-lr * _lr_ratio(self._group["adjust_lr_fn"], self.shape))
+        self.pieces.clear()
 
 
 @dataclass(frozen=True)
 class _MatrixExchange:
     """Exchange of sharded matrices with the orthogonalizing ranks.
 
-    Between two ranks, data is in the order of the matrices.
+    Between two ranks, data is in the order of the matrices, and of a matrix in that of tensor-
+    parallel parts. The first copy of an element is sent, and all copies are returned.
     """
 
     matrices: Sequence[_Matrix]
@@ -228,10 +251,13 @@ class _MatrixExchange:
         """Send this rank's parts to the owners."""
         if not self.matrices:
             return None
-        ranks = range(self.comm.world)
-        parts = [m.update for owner in ranks for m in self._of(owner)]
+        sent = [piece.update for piece in self._own_pieces() if piece.part.first]
+        device = self.comm.device
         return self.comm.exchange_parts(
-            torch.cat(parts), self._for_owners, self._from_holders, "exchange of Muon's momentum"
+            torch.cat(sent) if sent else torch.empty(0, dtype=torch.bfloat16, device=device),
+            self._count_for_owners(copies=False),
+            self._count_from_holders(copies=False),
+            "exchange of Muon's momentum",
         )
 
     def finish(self, arriving: tuple[torch.Tensor, Any] | None) -> None:
@@ -240,29 +266,44 @@ class _MatrixExchange:
             return
         received, pending = arriving
         pending.wait()
-        comm = self.comm
-        done = self._done(received)
-        sent = torch.cat([done[m][a:b] for a, b, m in self._places()] or [received])
-        returned, pending = comm.exchange_parts(
-            sent, self._from_holders, self._for_owners, "exchange of Muon's updates"
+        done = self._orthogonalize(received)
+        sent = torch.cat(
+            [part.take(done[m]) for m, part in self._places(copies=True)] or [received]
+        )
+        returned, pending = self.comm.exchange_parts(
+            sent,
+            self._count_from_holders(copies=True),
+            self._count_for_owners(copies=True),
+            "exchange of Muon's updates",
         )
         pending.wait()
-        back = [m for owner in range(comm.world) for m in self._of(owner)]
-        for matrix, part in zip(back, returned.split([m.update.numel() for m in back])):
-            matrix.update = part
+        back = self._own_pieces()
+        for piece, part in zip(back, returned.split([piece.part.numel for piece in back])):
+            piece.update = part
 
-    def _done(self, received: torch.Tensor) -> dict[_Matrix, torch.Tensor]:
+    def _orthogonalize(self, received: torch.Tensor) -> dict[_Matrix, torch.Tensor]:
         """Assemble and orthogonalize this rank's matrices."""
-        wholes = {m: received.new_empty(m.numel) for m in self._mine}
-        places = self._places()
-        for (a, b, matrix), part in zip(places, received.split([b - a for a, b, _ in places])):
-            wholes[matrix][a:b] = part
+        wholes = {m: received.new_empty(m.shape) for m in self._mine}
+        places = self._places(copies=False)
+        for (matrix, part), flat in zip(places, received.split([p.numel for _, p in places])):
+            part.put(flat, wholes[matrix])
         return {matrix: matrix.orthogonalize(whole) for matrix, whole in wholes.items()}
 
-    def _places(self) -> list[tuple[int, int, _Matrix]]:
-        """Return intervals of this rank's matrices by storing rank, the order of received data."""
+    def _places(self, *, copies: bool) -> list[tuple[_Matrix, StoredPart]]:
+        """Return stored parts of this rank's matrices by storing rank, the order of travelling
+        data."""
+        return [
+            (matrix, part)
+            for holder in range(self.comm.world)
+            for matrix in self._mine
+            for part in matrix.stored
+            if part.rank == holder and (copies or part.first)
+        ]
+
+    def _own_pieces(self) -> list[_MatrixPiece]:
+        """Return this rank's pieces by owner."""
         ranks = range(self.comm.world)
-        return [(*m.intervals[holder], m) for holder in ranks for m in self._mine]
+        return [piece for owner in ranks for m in self._of(owner) for piece in m.pieces]
 
     @cached_property
     def _mine(self) -> list[_Matrix]:
@@ -271,21 +312,21 @@ class _MatrixExchange:
     def _of(self, owner: int) -> list[_Matrix]:
         return [m for m, chosen in zip(self.matrices, self.owners) if chosen == owner]
 
-    @cached_property
-    def _for_owners(self) -> list[int]:
-        """Number of elements from this rank to each owner."""
-        rank = self.comm.rank
-        return [_numel(rank, self._of(owner)) for owner in range(self.comm.world)]
+    def _count_for_owners(self, *, copies: bool) -> list[int]:
+        """Return the number of elements from this rank to each owner."""
+        ranks, rank = range(self.comm.world), self.comm.rank
+        return [_count_elements(rank, self._of(owner), copies=copies) for owner in ranks]
 
-    @cached_property
-    def _from_holders(self) -> list[int]:
-        """Number of elements from each rank to this rank."""
-        return [_numel(holder, self._mine) for holder in range(self.comm.world)]
+    def _count_from_holders(self, *, copies: bool) -> list[int]:
+        """Return the number of elements from each rank to this rank."""
+        ranks = range(self.comm.world)
+        return [_count_elements(holder, self._mine, copies=copies) for holder in ranks]
 
 
-def _numel(holder: int, matrices: Iterable[_Matrix]) -> int:
-    """Count the elements of `matrices` that rank `holder` stores."""
-    return sum(end - start for start, end in (m.intervals[holder] for m in matrices))
+def _count_elements(holder: int, matrices: Iterable[_Matrix], *, copies: bool) -> int:
+    """Count the elements of `matrices` that rank `holder` stores, with copies or without."""
+    parts = (part for matrix in matrices for part in matrix.stored if part.rank == holder)
+    return sum(part.numel for part in parts if copies or part.first)
 
 
 def _lr_ratio(adjust: str | None, shape: torch.Size) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gpumix.engine.batch.batch_split import copy_batch, count_samples, select_samples
 from gpumix.engine.loss.reduction import ObjectiveWithRule
+from gpumix.engine.model.adapters import enable_adapters
 from gpumix.engine.model.backward_hooks import compare_reruns
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.model.rng import OtherGenerators
@@ -97,10 +98,12 @@ class RehearsingEngine(TrialSteps):
         if reduces.alternatives and not additivity.can_rule_out_alternatives(self, batch, reduces):
             return
         rows = self._rows_of(batch, samples, in_step=in_step)
+        trains = in_step or not self.plan.is_uncut
         for _ in range(MAX_REHEARSALS):
-            found = additivity.rehearse(
-                self, batch, rows, reduces, self._couples, trains=in_step or not self.plan.is_uncut
-            )
+            with enable_adapters(self.model) if self.trained_names() else nullcontext():
+                found = additivity.rehearse(
+                    self, batch, rows, reduces, self._couples, trains=trains
+                )
             self.reduction = found.told or self.reduction
             if not (
                 reduces.alternatives and additivity.can_rule_out_alternatives(self, batch, reduces)

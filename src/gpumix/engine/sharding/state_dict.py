@@ -346,9 +346,9 @@ def _select_local_state(
     piece: Piece, key: str, value: TensorParts | WholeTensor | Scalar, block: int
 ) -> Scalar:
     if isinstance(value, WholeTensor):
-        return value.tensor
+        value = value.tensor
     if not isinstance(value, tuple):
-        # Optimizers count in place: no two parameters may share a tensor.
+        # Optimizers count in place: no two parameters or pieces may share a tensor.
         return value.clone() if isinstance(value, torch.Tensor) else value
     wanted = TensorPart.of(piece, piece.local, block)
     for part in value:

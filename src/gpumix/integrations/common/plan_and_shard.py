@@ -25,10 +25,10 @@ from gpumix.engine.comm.init_distributed import register_leave_at_exit
 from gpumix.engine.comm.process_groups import get_group_device, make_communicator
 from gpumix.engine.engine import Engine
 from gpumix.engine.loss.reduction import Objective
+from gpumix.engine.model.adapters import enable_adapters
 from gpumix.engine.model.equal_weights import check_equal_models
 from gpumix.engine.model.rng import preserve_all_rng
 from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
-from gpumix.engine.optimizers.base import FullParameterOptimizer
 from gpumix.engine.prepare import prepare
 from gpumix.engine.quantised.weight_formats import iterate_quantised_parameters
 from gpumix.engine.sharding.initial_weights import check_has_values
@@ -134,7 +134,7 @@ def shard_by_plan(
         check_folder(folder)
     check_equal_models(model, make_communicator(get_group_device()))
     if plan is None:
-        with preserve_all_rng():
+        with preserve_all_rng(), enable_adapters(model):
             plan = _measure_and_plan(
                 model, training, folder if first else None, say if first else lambda _: None
             )
@@ -155,7 +155,7 @@ def shard_by_plan(
     # An earlier training may survive in reference cycles of the program, with its memory.
     gc.collect()
     in_files = any(has_source(parameter) for parameter in model.parameters())
-    with measure_loading() as meter:
+    with measure_loading() as meter, enable_adapters(model):
         engine = prepare(
             model, plan, loss=own or training.loss, seed=training.seed, couples=training.couples
         )
@@ -268,10 +268,10 @@ def _even(model: nn.Module, training: TrainingSetup) -> Plan:
 
 
 def _restrict_space(training: TrainingSetup) -> Space:
-    """Return the search space for the optimizer: without tensor parallelism for full matrices,
-    and for blocks of elements."""
+    """Return the search space for the optimizer: without tensor-parallel groups, whose parts may
+    cut blocks, for an optimizer of blocks of elements."""
     trial = training.optimizer and training.optimizer([nn.Parameter(torch.empty(0))])
-    if isinstance(trial, FullParameterOptimizer | AdamW8bit):
+    if isinstance(trial, AdamW8bit):
         return training.space.without_tensor_parallel()
     return training.space
 

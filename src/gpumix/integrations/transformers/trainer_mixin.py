@@ -21,6 +21,7 @@ from transformers.trainer_utils import seed_worker
 
 from gpumix.engine.access_between_steps import unshard
 from gpumix.engine.engine import Engine
+from gpumix.engine.model.adapters import enable_adapters
 from gpumix.engine.optimizers.adamw_8bit import AdamW8bit
 from gpumix.engine.rehearsal.additivity import padding_counts
 from gpumix.engine.sharding.unit_discovery import check_trainable
@@ -224,8 +225,12 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
         """
         if self.has_engine:
             assert self._engine is not None
-            if self.optimizer is not None or not self._engine.outside.has_changed_requires_grad:
+            if self.optimizer is not None or not self._engine.outside.has_changed_requires_grad():
                 return self._engine
+        with enable_adapters(self.model):  # an evaluation without adapters may be first
+            return self._make_engine(dataset, collate)
+
+    def _make_engine(self, dataset: Any, collate: Any) -> Engine:
         model, args = self.model, self.args
         before = self._engine
         if before is not None and before.model is model and before.ended:  # by another trainer
@@ -243,12 +248,12 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
         if self.optimizer is None and is_overridden(self, "create_optimizer", PlannedTrainerMixin):
             self.create_optimizer()  # by the program, for full parameters
         specimen = find_example(dataset, collate)
-        steps = self._accumulation_steps
-        self._loss = TrainerLoss(self, steps=steps, samples=self._global_batch // steps)
+        steps, samples = self._accumulation_steps, self._global_batch
+        self._loss = TrainerLoss(self, steps=steps, samples=samples // steps)
         training = TrainingSetup(
             specimen.batch,
             sequence_length=specimen.sequence_length,
-            global_batch=self._global_batch,
+            global_batch=samples,
             loss=self._loss,
             optimizer=make_factory_from_trainer(self),
             precision=precision_of(args, model),
@@ -258,7 +263,6 @@ class PlannedTrainerMixin(StepLogsMixin, TokenCounts, CheckpointMixin):
             told=f"{type(self).__name__} {args.optim} {type(self.optimizer).__name__}",
             couples=self._couples,
         )
-        samples = self._global_batch
         plan = self._given or load_earlier_plan(self._goes_on, model, global_batch=samples)
         with self._folded(), self._loss.in_one_process(), self._measured():
             self._engine = shard_by_plan(model, training, plan=plan, folder=self._folder)

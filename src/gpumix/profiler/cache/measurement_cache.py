@@ -151,6 +151,7 @@ def assemble(
         sequence_length=sequence_length,
         optimizer_bytes_per_element=max(m.optimizer_bytes_per_element for m in classes.values()),
         optimizer_state=ordered[0].optimizer_state,
+        exchanges_matrices=ordered[0].exchanges_matrices,
         torch_version=importlib.metadata.version("torch"),
         cluster=cluster,
         model=model,

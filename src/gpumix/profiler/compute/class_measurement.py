@@ -144,6 +144,7 @@ def _measured(
         host_memory_bytes=host_memory_bytes(),
         optimizer_bytes_per_element=_state_bytes(measured, optimizer),
         optimizer_state=optimizer.state_form,
+        exchanges_matrices=optimizer.exchanges_matrices,
         seconds_spent=time.perf_counter() - begun,
         ended_by_budget_s=subject.budget_s if found.cut_short else None,
     )

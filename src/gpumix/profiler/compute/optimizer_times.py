@@ -33,11 +33,13 @@ REPEATS = 3
 @dataclass(frozen=True)
 class OptimizerCost:
     """Optimizer cost per element: seconds of a step, and bytes of state, first of the units'
-    matrices, then of everything else; and the state's form."""
+    matrices, then of everything else; the state's form; and whether an update exchanges matrices
+    that several ranks store."""
 
     s_per_element: float
     state_bytes: tuple[int, int]
     state_form: OptimizerState = "fp32"
+    exchanges_matrices: bool = False
 
 
 def time_optimizer(
@@ -63,7 +65,8 @@ def time_optimizer(
     state = 0 if whole else tensor_bytes(optimizer.state[parameters[0]]) // numel
     per_element = optimizer.state_bytes if whole else (state, state)
     form: OptimizerState = "8bit" if isinstance(optimizer, AdamW8bit) else "fp32"
-    return OptimizerCost(seconds / numel, per_element, form)
+    exchanges = whole and optimizer.exchanges_matrices
+    return OptimizerCost(seconds / numel, per_element, form, exchanges)
 
 
 def time_host_optimizer(

@@ -338,8 +338,9 @@ class OptimizerSpec(Value):
 
     @property
     def supports_tensor_parallel(self) -> bool:
-        """Whether it updates parameters of which each rank has a part."""
-        return self.name in ("adamw", "sgd")
+        """Whether it updates parameters of which each rank of a tensor-parallel group has a part,
+        whatever the part."""
+        return self.name != "adamw_8bit"
 
     @property
     def state_form(self) -> OptimizerState:

@@ -52,6 +52,7 @@ class ClassMeasurement(Document):
     host_memory_bytes: Count | None = Field(default=None, description="all of the host's")
     optimizer_bytes_per_element: StateBytes
     optimizer_state: OptimizerState = "fp32"
+    exchanges_matrices: bool = Field(default=False, description="whether updates do, as Muon's")
     seconds_spent: float = Field(ge=0)
     ended_by_budget_s: float | None = Field(
         default=None, description="the budget that left larger micro-batches unmeasured, if it did"

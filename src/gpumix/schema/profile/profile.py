@@ -489,10 +489,9 @@ class Profile(Document):
     kind: Literal["profile"] = "profile"
 
     sequence_length: int = Field(gt=0, le=LARGEST_LENGTH)
-    optimizer_bytes_per_element: StateBytes = Field(
-        description="optimizer state, 8 for AdamW; the mean over the model"
-    )
+    optimizer_bytes_per_element: StateBytes = Field(description="mean over the model, 8 for AdamW")
     optimizer_state: OptimizerState = "fp32"
+    exchanges_matrices: bool = Field(default=False, description="whether updates do, as Muon's")
     torch_version: str
     cluster: Cluster
     model: ModelProfile
