@@ -67,8 +67,8 @@ def test_what_is_saved_is_as_it_was_when_it_was_begun(tmp_path, room):
 def test_training_goes_on_before_it_is_written(tmp_path, monkeypatch):
     engine, optimizer = trained(ALONE)
     saver, may_write = checkpointer(tmp_path), threading.Event()
-    write = checkpoint.write
-    monkeypatch.setattr(checkpoint, "write", lambda *a: may_write.wait(20) and write(*a))
+    write = checkpoint.write_boxes
+    monkeypatch.setattr(checkpoint, "write_boxes", lambda *a: may_write.wait(20) and write(*a))
     saver.begin(2, engine, optimizer, cursor={})
     saver.settle()
     go_on(engine, optimizer, ALONE, range(2, 4))
