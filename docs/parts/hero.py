@@ -75,9 +75,9 @@ def read_results(page: str) -> tuple[tuple[Speed, ...], tuple[Share, ...]]:
     cells = [row.split(" | ") for row in rows]
     speeds = [Speed(row[0], float(row[1].replace(",", ""))) for row in cells if len(row) == 2]
     shares = [
-        Share(row[0], *(float(part.removesuffix(" %")) / 100 for part in row[1:]))
+        Share(row[0], *(float(part.removesuffix("%")) / 100 for part in row[1:]))
         for row in cells
-        if len(row) == 3 and row[1].endswith(" %")
+        if len(row) == 3 and row[1].endswith("%")
     ]
     assert len(speeds) == 3 and len(shares) == 4, "the page has no picture"
     return tuple(speeds), tuple(shares)
@@ -109,7 +109,7 @@ def svg(speeds: Sequence[Speed], shares: Sequence[Share], *, dark: bool) -> str:
 
 
 def _percent(part: float) -> str:
-    return f"{part * 100:.1f}".removesuffix(".0") + " %"
+    return f"{part * 100:.1f}".removesuffix(".0") + "%"
 
 
 def _bars(speeds: Sequence[Speed], colors: Colors) -> Iterator[str]:

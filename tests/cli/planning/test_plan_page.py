@@ -85,7 +85,7 @@ def test_the_table_has_a_row_for_each_type_of_each_stage(asked):
 
 def test_shares_of_the_state_come_to_all_of_it(asked):
     text, plan = asked
-    rows = re.findall(r"^(\d+)x .*?(\d+) %( ea)?", text, re.MULTILINE)
+    rows = re.findall(r"^(\d+)x .*?(\d+)%( ea)?", text, re.MULTILINE)
     whole = sum(int(count) * int(share) for count, share, _ in rows)
     if plan.zero_stage or len(plan.stages) > 1:
         assert whole == pytest.approx(100, abs=len(plan.workers))
