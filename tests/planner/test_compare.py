@@ -77,7 +77,7 @@ def test_a_class_that_is_left_out_has_no_head_room():
 
 @pytest.mark.extended
 def test_what_is_not_possible_says_why():
-    made = compare(fleet(4), PlanRequest(global_batch=64))
+    made = compare(fleet(4, memory_factor=0.8), PlanRequest(global_batch=64))
     rows = {row.strategy: row for row in made.rows}
     assert "short of" in rows["even"].why
     assert "peak FLOP/s of device class 'a100' is not known" in rows["proportional"].why
