@@ -39,6 +39,7 @@ $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "installing PyTorch and all that tests need into $(VENV): some minutes, by the network"
 	$(PIP) torch
 	$(PIP) -e '.[dev]'
 	$(BIN)/python -c 'import torch, transformers.modeling_utils, gpumix.train.rank_tasks'

@@ -129,11 +129,16 @@ def _bounded(annotation: Any, metadata: list[Any]) -> str:
     word = {int: "whole number", float: "number"}.get(annotation)
     if word is None:
         return PLAIN[annotation]
-    low = [f"above {m.gt:g}" for m in metadata if isinstance(m, Gt)]
-    low += [f"{m.ge:g} or more" for m in metadata if isinstance(m, Ge)]
-    high = [f"below {m.lt:g}" for m in metadata if isinstance(m, Lt)]
-    high += [f"at most {m.le:g}" for m in metadata if isinstance(m, Le)]
+    low = [f"above {_whole(m.gt)}" for m in metadata if isinstance(m, Gt)]
+    low += [f"{_whole(m.ge)} or more" for m in metadata if isinstance(m, Ge)]
+    high = [f"below {_whole(m.lt)}" for m in metadata if isinstance(m, Lt)]
+    high += [f"at most {_whole(m.le)}" for m in metadata if isinstance(m, Le)]
     return ", ".join([word, *low, *high])
+
+
+def _whole(value: float) -> str:
+    """Return a number, of a whole one all digits."""
+    return f"{int(value):,}" if value == int(value) else f"{value:g}"
 
 
 def _is_model(annotation: Any) -> bool:

@@ -85,8 +85,8 @@ def test_the_table_has_a_row_for_each_type_of_each_stage(asked):
 
 def test_shares_of_the_state_come_to_all_of_it(asked):
     text, plan = asked
-    rows = re.findall(r"^(\d+)x .*?(\d+)%( ea)?", text, re.MULTILINE)
-    whole = sum(int(count) * int(share) for count, share, _ in rows)
+    rows = re.findall(r"^(\d+)x .*?([\d.]+)%( ea)?", text, re.MULTILINE)
+    whole = sum(int(count) * float(share) for count, share, _ in rows)
     if plan.zero_stage or len(plan.stages) > 1:
         assert whole == pytest.approx(100, abs=len(plan.workers))
 
@@ -139,7 +139,7 @@ def test_the_gain_is_over_an_even_split_without_the_oldest_card():
     assert told["even without p40"].step_s < told["even"].step_s
     times = told["even without p40"].step_s / plan.prediction.step_s
     first = page(*asked).splitlines()[1]
-    assert first == f"{times:.1f}x as fast as an even split (as by FSDP or DeepSpeed) without P40."
+    assert first == f"{times:.1f}x as fast as an even split (as by FSDP or DeepSpeed) that leaves out P40."
 
 
 def test_one_gpu_is_compared_with_no_split():

@@ -60,7 +60,7 @@ def test_a_demo_trains_and_compares_itself_with_an_even_split(first, folder):
     speed = summary["speedup_vs_even"] * even["tokens_per_s"]
     assert (even["strategy"], speed) == ("even", pytest.approx(summary["tokens_per_s"]))
     last = first.err.splitlines()[-1]
-    assert last.startswith(f"{summary['speedup_vs_even']:.2f} times an even split")
+    assert last.startswith(f"measured: {summary['speedup_vs_even']:.2f}x as fast as an even split")
     assert f"{summary['tokens_per_s']:,.0f} tokens/s" in first.err
     assert ("too busy to emulate the devices" in first.err) == (summary["all_overruns"] > 0)
 

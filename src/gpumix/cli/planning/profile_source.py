@@ -115,7 +115,8 @@ class PlanArguments:
     optimizer: Annotated[
         str | None,
         typer.Option(
-            "--optimizer", help="Without a job: adamw, adafactor, muon, sgd [default: adamw]."
+            "--optimizer",
+            help="Without a job: adamw, adamw_8bit, adafactor, muon, sgd [default: adamw].",
         ),
     ] = None
     lora: Annotated[

@@ -1,4 +1,4 @@
-"""Ways to make a model fit that does not, each computed, cheapest first; and the page that says so.
+"""Ways to make a model fit that does not, each computed; and the page that says so.
 
 A way that needs nothing new comes first: another optimizer, adapters, a smaller batch, shorter
 samples. Then one more card, and last the largest model of this shape that fits.
@@ -96,9 +96,10 @@ def shortfall_page(found: Shortfall, assumed: str) -> Text:
             f"{ram.removeprefix(RAM).replace('GiB', ' GiB')} in a host."
         )
     lines = [Text(line, style="bold red") for line in wrap_line(what)]
-    lines += [Text(), Text("What would make it fit, cheapest first", style="bold")]
-    width = max((len(way.change) for way in found.remedies), default=0)
-    for way in found.remedies:
+    title = "What would make it fit"
+    width = max([len(title) - 2, *(len(way.change) for way in found.remedies)])
+    lines += [Text(), Text(f"{title.ljust(width + 2)}  {'state':>9}", style="bold")]
+    for way in sorted(found.remedies, key=lambda way: not way.fits):
         fits = "fits" if way.fits else "does not fit"
         text = f"  {way.change.ljust(width)}  {show_bytes(way.state_bytes):>9}  {fits}"
         lines.append(Text(text, style="green" if way.fits else "dim"))

@@ -3,9 +3,11 @@ is from Python's standard library."""
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from dataclasses import asdict
 from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -75,8 +77,11 @@ def demo(
     from rich.text import Text
 
     pipeline.show_summary(summary)
+    if which("gpumix") is None:
+        activate = Path(sys.prefix) / "bin" / "activate"
+        pipeline.show(f"`gpumix` is not on the PATH yet; for these commands: source {activate}")
     answer = (
-        f"{speedup:.2f} times an even split in its best setting "
+        f"measured: {speedup:.2f}x as fast as an even split in its best setting "
         f"({format_token_rate(even.trial.tokens_per_s)}: {even.setting})"
     )
     pipeline.show(Text(answer, style="bold"))

@@ -170,7 +170,7 @@ def _against_even(even: RejectedPlan, step_s: float) -> Iterator[Line]:
     left_out = even.strategy.removeprefix(EVEN_WITHOUT_PREFIX)
     split = "an even split (as by FSDP or DeepSpeed)"
     if left_out != even.strategy:
-        split += f" without {', '.join(map(shorten_product, left_out.split(', ')))}"
+        split += f" that leaves out {', '.join(map(shorten_product, left_out.split(', ')))}"
     if even.step_s is None:
         text, style = f"With {split} it does not fit.", "green"
     elif (times := even.step_s / step_s if step_s > 0 else 1.0) >= WORTH_TELLING:
@@ -192,7 +192,8 @@ def _against_single_types(
     if not single:
         return
     mixing = reasons.mixing
-    named = [shorten_product(name) for name in single]
+    counts = Counter(worker.device_class for worker in plan.workers)
+    named = [f"{counts[name] or 1}x {shorten_product(name)}" for name in single]
     if all(other.step_s is None for other in single.values()):
         which = f"Neither {' nor '.join(named)}" if len(named) == 2 else "No GPU type"
         yield from ((t, "green") for t in wrap_line(f"{which} alone can train this."))
@@ -278,7 +279,7 @@ def _row(
         _shorten(f"{len(workers)}x {shorten_product(workers[0].device_class)}"),
         _few_numbers([w.samples for w in workers], each),
         _few_numbers([size for w in workers for size in w.micro_batches or (0,)]),
-        f"{share:.0%}{each}",
+        f"{100 * share:.3g}%{each}",
     ]
     predicted = [told[w.device] for w in workers if w.device in told]
     if predicted and plan.prediction is not None:
