@@ -139,7 +139,10 @@ def test_the_gain_is_over_an_even_split_without_the_oldest_card():
     assert told["even without p40"].step_s < told["even"].step_s
     times = told["even without p40"].step_s / plan.prediction.step_s
     first = page(*asked).splitlines()[1]
-    assert first == f"{times:.1f}x as fast as an even split (as by FSDP or DeepSpeed) that leaves out P40."
+    assert (
+        first
+        == f"{times:.1f}x as fast as an even split (as by FSDP or DeepSpeed) that leaves out P40."
+    )
 
 
 def test_one_gpu_is_compared_with_no_split():
