@@ -300,7 +300,8 @@ class JobController:
                 self._learn(self._as_lost(found, restart), recovery, None)
                 raise
             self.show(profile_table(profile))
-            self.show(efficiency_table(profile))
+            if not self.cluster.emulated:  # emulated devices have hardly a choice
+                self.show(efficiency_table(profile))
             goes_on = resume or lessons is not None
             before = load_plan_in_force(self.job.output_dir) if goes_on and self.job.allow else None
             if before is not None:  # the saved state has its form
