@@ -116,17 +116,19 @@ def test_what_tp_groups_tell_each_other_takes_as_long_as_their_link_is_slow():
 def test_updates_that_exchange_matrices_take_longer_in_teams():
     """Parts of matrices travel to one rank and back, in bf16."""
     profile = small("2x rtx3090")
-    [team] = profile.tp_profiles
+    [tp_profile] = profile.tp_profiles
     exchanging = profile.model_copy(update={"exchanges_matrices": True})
     without, with_exchange = (
         make_group_profile(one, 2).of_class("rtx3090").optimizer_s_per_element
         for one in (exchanging.model_copy(update={"exchanges_matrices": False}), exchanging)
     )
-    assert without == team.classes[0].optimizer_s_per_element
+    assert without == tp_profile.classes[0].optimizer_s_per_element
     link = profile.cluster.network.of("inside", "rtx3090", "rtx3090")
-    matrices = team.model.mean_per_element(of_matrices=1, of_others=0) * team.model.parameters
+    matrices = (
+        tp_profile.model.mean_per_element(of_matrices=1, of_others=0) * tp_profile.model.parameters
+    )
     there_and_back = 2 * interpolate_one_seconds(link.times, 2 * matrices / 2)
-    waits = (with_exchange - without) * team.model.parameters
+    waits = (with_exchange - without) * tp_profile.model.parameters
     assert there_and_back <= waits * 1.001 and waits <= PER_OWNER * there_and_back * 1.001
 
 

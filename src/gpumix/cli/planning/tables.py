@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gpumix.planner.compare import Comparison, StrategyRow
 
 WORTH_TELLING = 0.01  # a smaller gain is told as none
+COMPARED_DIGITS = 3  # of speeds that differ by little
 BEHIND_STRATEGY = 14  # columns of the longest name, and a gap
 
 
@@ -70,8 +71,8 @@ def _strategy_cells(row: StrategyRow, fastest_s: float) -> tuple[str, ...]:
         room = f"{tightest.part:.0%} on {shorten_product(tightest.device_class)}"
     return (
         row.strategy,
-        round_estimate(row.tokens_per_s),
-        round_seconds(row.step_s),
+        round_estimate(row.tokens_per_s, COMPARED_DIGITS),
+        round_seconds(row.step_s, COMPARED_DIGITS),
         f"{times:.2f}x",
         str(row.zero_stage),
         room,

@@ -25,22 +25,22 @@ def join_lines(lines: Iterable[Line]) -> Text:
     return Text("\n").join(Text(text, style=style) for text, style in lines)
 
 
-def round_estimate(value: float) -> str:
-    """Format a value with two significant digits: 6877 as '6,900', 38.12 as '38', 0.512 as
-    '0.51'."""
+def round_estimate(value: float, digits: int = 2) -> str:
+    """Format a value with so many significant digits: with two, 6877 as '6,900', 38.12 as '38',
+    0.512 as '0.51'."""
     if value <= 0 or value == float("inf"):
         return f"{value:g}"
-    digits = floor(log10(value)) - 1
-    return f"{round(value, -digits):,.{max(0, -digits)}f}"
+    last = floor(log10(value)) + 1 - digits
+    return f"{round(value, -last):,.{max(0, -last)}f}"
 
 
-def round_seconds(seconds: float) -> str:
-    """Format seconds with two significant digits."""
+def round_seconds(seconds: float, digits: int = 2) -> str:
+    """Format seconds with so many significant digits."""
     if seconds >= 100:
         return show_seconds(round(seconds, -1))
     if seconds >= 1:
-        return f"{round_estimate(seconds)} s"
-    return f"{round_estimate(seconds * 1e3)} ms"
+        return f"{round_estimate(seconds, digits)} s"
+    return f"{round_estimate(seconds * 1e3, digits)} ms"
 
 
 def round_duration(seconds: float) -> str:
