@@ -316,9 +316,7 @@ class RankGroup:
             return self._lost(silent or late, error, silent=bool(silent))
         if error.wait is None:
             return error
-        return DeviceFailure(
-            error.what, code=error.code, where=self.names[self.rank], why=error.why, fix=error.fix
-        )
+        return error.convert(DeviceFailure, where=self.names[self.rank])
 
     def _late(self, wait: AwaitedCollective) -> list[int]:
         """Return the ranks holding up this rank, which waits in vain."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from gpumix.schema.untrusted_text import escape_invisible
 
@@ -19,6 +19,8 @@ EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
 _FIELDS = ("code", "where", "why", "fix")  # arguments of every error, after `what`
 ENDED_AT_ONCE = "ended at once, without saving anything more"
+
+E = TypeVar("E", bound="GpumixError")
 
 
 class GpumixError(Exception):
@@ -65,6 +67,11 @@ class GpumixError(Exception):
             "what": self.what,
             **self._details(),
         }
+
+    def convert(self, kind: type[E], **changes: Any) -> E:
+        """Return this error as one of `kind`, with changed arguments."""
+        fields = {name: getattr(self, name) for name in ("what", *_FIELDS)}
+        return kind(**(fields | changes))
 
     def _details(self) -> dict[str, Any]:
         """Return the further constructor arguments, by name."""

@@ -343,14 +343,7 @@ class JobController:
             return error
         if restart is None or not self._newest():
             raise error
-        return RankLost(
-            error.what,
-            code=error.code,
-            where=error.where,
-            why=error.why,
-            fix=error.fix,
-            device=error.device,
-        )
+        return error.convert(RankLost, device=error.device)
 
     def _learn(
         self, error: TrainingError | RankInterrupted, recovery: Recovery, plan: Plan | None

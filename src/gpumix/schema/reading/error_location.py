@@ -25,10 +25,7 @@ def locate_errors(place: str | Path) -> Iterator[None]:
         ):
             raise
         where = f"{place}: {error.where}" if error.where else str(place)
-        kind = type(error)
-        raise kind(
-            error.what, code=error.code, where=where, why=error.why, fix=error.fix
-        ) from error
+        raise error.convert(type(error), where=where) from error
 
 
 def join_locations(file: str | Path, other: str | Path | None) -> str:

@@ -244,10 +244,5 @@ def _predicted(plan: Plan, device: str) -> list[WorkerPrediction]:
 
 
 def _in_a_row(error: GpumixError, times: int) -> GpumixError:
-    return TrainingError(
-        error.what,
-        code=error.code,
-        where=error.where,
-        why="; ".join(filter(None, [error.why, f"that happened {times} times in a row"])),
-        fix=error.fix,
-    )
+    why = "; ".join(filter(None, [error.why, f"that happened {times} times in a row"]))
+    return error.convert(TrainingError, why=why)

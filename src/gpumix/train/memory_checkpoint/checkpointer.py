@@ -155,10 +155,8 @@ class MemoryCheckpointer:
         found = self._make_timeout_error(error)
         if error.wait is not None:
             return found
-        return RankLost(
-            found.what,
-            code=found.code,
-            where=found.where,
+        return found.convert(
+            RankLost,
             why="a copy from its device, or into the memory of its host, has not come back",
             fix="look at `dmesg | tail` there, then run the same command with --resume; a longer "
             "`advanced.timeout` in the job waits longer",

@@ -252,12 +252,9 @@ class TorchrunRunner(Runner):
         first = self._met[0]
         if self._place.agent_has_store or first is None:
             return error
-        return RankLost(
-            f"{error.what}: rank 0 (device '{first.id}')",
-            code=error.code,
-            where=error.where,
-            why=error.why,
-            fix=error.fix,
+        return error.convert(
+            RankLost,
+            what=f"{error.what}: rank 0 (device '{first.id}')",
             device=first.id,
             device_class=first.device_class,
         )
