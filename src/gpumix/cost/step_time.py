@@ -119,9 +119,13 @@ def needs_sync_between_passes(zero_stage: ZeroStage) -> bool:
     return zero_stage >= 1
 
 
-def compute_exposed_seconds(profile: Profile, links: CollectiveSeconds) -> float:
-    """Return the seconds of a step that computation never hides, whatever the workers' samples."""
-    return links.gather_s[ROOT] + compute_exposed_wave_seconds(links) + profile.step_overhead_s
+def compute_exposed_seconds(
+    profile: Profile, links: CollectiveSeconds, waves: float = 1.0
+) -> float:
+    """Return the seconds of a step that computation never hides, whatever the workers' samples; of
+    a wave of `waves` on average, if `links` are averages."""
+    once_s = links.gather_s[ROOT] + profile.step_overhead_s / waves
+    return once_s + compute_exposed_wave_seconds(links)
 
 
 def compute_exposed_wave_seconds(links: CollectiveSeconds) -> float:

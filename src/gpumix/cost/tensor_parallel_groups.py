@@ -422,7 +422,7 @@ class _ByLinks(ByIdentity[Profile]):
         )
 
 
-@lru_cache(maxsize=1024)  # profiles of waves differ in updates only
+@lru_cache(maxsize=1024)  # mixtures of degrees have the units of the same few groups
 def _lengthen_units(
     of: _ByLinks, of_tp_profile: ByIdentity[TensorParallelProfile], name: str, *, ends: bool
 ) -> dict[str, UnitTimes]:

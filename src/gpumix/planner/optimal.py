@@ -21,6 +21,7 @@ from gpumix.planner.data_parallel.search import plan_one_stage_below
 from gpumix.planner.pipeline_parallel.device_order import get_device_place
 from gpumix.planner.pipeline_parallel.staged_plans import plan_staged_below
 from gpumix.planner.pipeline_parallel.tensor_parallel_search import (
+    Search,
     Searched,
     compute_ideal_step_s,
     search_all_degrees,
@@ -34,7 +35,6 @@ from gpumix.schema.profile.profile import Profile
 FEW_DEVICES = 64  # beyond, finishing each plan takes long
 # Most that the last touches may gain: a plan slower by this factor may still win.
 MAX_REFINE_FACTOR, MAX_REFINE_FACTOR_MANY = 1.1, 1.02
-MAX_JOIN_FACTOR = 1.02  # most that joined units may gain
 MOST_LEFT_OUT_OF = 8  # devices, up to which one is left out of stages
 
 
@@ -141,31 +141,27 @@ class FastestPlans:
                     request = fewer
 
     def _search_one_stage(self, _: float) -> Searched:
-        plan, bound_s = self._search_one_wave(float("inf"))
+        plan, bound_s = self._search_degrees(self._search_degree, float("inf"))
         if plan is None:
             self._lacks_room = True
             return self._search_in_waves()
         return plan, bound_s
 
-    def _search_one_wave(self, below_s: float) -> Searched:
-        space = self.request.space.model_copy(update={"max_pipeline_stages": 1})
-        request = self.request.model_copy(update={"space": space})
-        return search_all_degrees(self.profile, request, self._search_degree, below_s)
-
     def _search_more_waves(self, than: Plan, _: float) -> Searched:
-        space = self.request.space.model_copy(update={"max_pipeline_stages": 1})
-        request = self.request.model_copy(update={"space": space})
-
         def search(profile: Profile, request: PlanRequest, below_s: float) -> Searched:
             request, paces = self._in_degree(profile, request)
-            waves = FasterWaves(profile, request, paces, below_s, gained=MAX_JOIN_FACTOR)
-            return waves.search()
+            return FasterWaves(profile, request, paces, below_s).search()
 
-        below_s = get_prediction(than).step_s
-        found, bound_s = search_all_degrees(self.profile, request, search, below_s)
+        found, bound_s = self._search_degrees(search, get_prediction(than).step_s)
         if found is not None:
             check_room_for_loading(self.profile, found)
         return found, bound_s
+
+    def _search_degrees(self, search: Search, below_s: float) -> Searched:
+        """Search plans of one stage, of each tensor-parallel degree, below so many seconds."""
+        space = self.request.space.model_copy(update={"max_pipeline_stages": 1})
+        request = self.request.model_copy(update={"space": space})
+        return search_all_degrees(self.profile, request, search, below_s)
 
     @property
     def _may_use_hosts(self) -> bool:
@@ -216,10 +212,9 @@ class FastestPlans:
             found = self.alone
         else:
             found = plan_one_stage_below(profile, request, paces, limit_s)
-            alone = profile is self.profile
-            if found is None and not alone and 1 not in self.request.space.tensor_parallel_size:
-                devices, space = list_devices_by_rank(profile, request), request.space
-                raise make_no_fit_error(profile, devices, space, request.global_batch)
+        if found is None and 1 not in self.request.space.tensor_parallel_size:
+            devices, space = list_devices_by_rank(profile, request), request.space
+            raise make_no_fit_error(profile, devices, space, request.global_batch)
         bound_s: float | None = below_s
         if found is not None:
             found = refine_plan(profile, request, found, paces, below_s)

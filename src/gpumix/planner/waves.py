@@ -42,6 +42,7 @@ FASTER_NUMBERS = (2, 4, 8, 16, 32)  # of waves that may be faster than one
 # more of a wave are tried then.
 FEW_SAMPLES, MOST_SIZES = 8, 16
 ROUNDING = 1e-9
+MAX_JOIN_FACTOR = 1.02  # most that joined units may gain
 MOST_FAILED = 2  # numbers of waves that were no faster, of a ZeRO stage
 
 
@@ -80,20 +81,13 @@ class FasterWaves:
 
     Args:
         paces: of these classes and this batch.
-        gained: the factor by which joined units may shorten a step at most.
     """
 
     def __init__(
-        self,
-        profile: Profile,
-        request: PlanRequest,
-        paces: TimeBounds,
-        below_s: float,
-        *,
-        gained: float,
+        self, profile: Profile, request: PlanRequest, paces: TimeBounds, below_s: float
     ) -> None:
         self._profile, self._request, self._paces = profile, request, paces
-        self._below_s, self._gained = below_s, gained
+        self._below_s = below_s
         self._devices = list_devices_by_rank(profile, request)
         counts = Counter(device.device_class for device in self._devices)
         self._speeds = [
@@ -130,14 +124,13 @@ class FasterWaves:
         part = self._request.model_copy(update={"global_batch": size, "space": space})
         paces, waves = self._paces.of_part(self._profile, size), batch / size
         try:
-            limit_s = self._gained * self._below_s / waves
-            found = plan_one_stage_below(self._profile, part, paces, limit_s, waves=waves)
+            limit_s = MAX_JOIN_FACTOR * self._below_s
+            found = plan_one_stage_below(self._profile, part, paces, limit_s / waves, waves=waves)
             if found is None:
                 self._bound_s = min(self._bound_s, self._below_s)
                 return can_fit_devices(self._profile, self._devices, space, size)
             self._bound_s = min(self._bound_s, waves * (get_prediction(found).bound_s or 0.0))
-            below_s = self._gained * self._below_s
-            plan = _repeat_below(self._profile, found, batch, below_s)
+            plan = _repeat_below(self._profile, found, batch, limit_s)
         except (NoFeasiblePlanError, InputError):
             return False
         plan = plan and join_units(self._profile, plan, self._below_s)

@@ -25,7 +25,7 @@ from gpumix.cost.network.link_times import Operation, select_collective_forms
 from gpumix.cost.peak_memory import Activations, MemoryModel, compute_free_bytes
 from gpumix.cost.step_time import (
     can_keep_state_on_host,
-    compute_exposed_wave_seconds,
+    compute_exposed_seconds,
     compute_optimizer_seconds,
 )
 from gpumix.planner.common.device_pool import Fleet, Pool
@@ -34,7 +34,7 @@ from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.optimizer_state import get_cut_multiple
 from gpumix.schema.plan.plan import Collectives, Sharding, ZeroStage
 from gpumix.schema.plan.stage import PLAIN, Mode, Place
-from gpumix.schema.profile.profile import ROOT, Profile, RankGroup
+from gpumix.schema.profile.profile import Profile, RankGroup
 
 OPERATIONS: tuple[Operation, ...] = ("gather", "reduce")
 # Lengths of padded intervals, relative to equal intervals. Per-owner collectives cost a quarter
@@ -121,8 +121,7 @@ class ShardingSetting:
     @property
     def exposed_s(self) -> float:
         """Return seconds of a wave that computation never hides, whatever the samples."""
-        once_s = self.links.gather_s[ROOT] + self.profile.step_overhead_s / self.fleet.waves
-        return once_s + compute_exposed_wave_seconds(self.links)
+        return compute_exposed_seconds(self.profile, self.links, self.fleet.waves)
 
     def update_s(self, name: str) -> float:
         """Return seconds for a device of class `name` to update the whole model, divided by the

@@ -395,7 +395,7 @@ class TimeBounds:
         self._of_leaders: dict[Hashable, TimeBounds] = {}
 
     def of_part(self, profile: Profile, batch: int) -> TimeBounds:
-        """Return the bounds of a smaller batch, on a profile that differs in updates at most."""
+        """Return the bounds of a smaller batch, such as a wave, whose updates may take less."""
         part = copy(self)
         part.batch, part.grids, part._updates = batch, GridCache(profile, batch), {}
         return part
