@@ -28,6 +28,7 @@ from gpumix.engine.optimizers.base import (
     to_parameter_groups,
 )
 from gpumix.engine.optimizers.layout import LayoutPart, OptimizerLayout
+from gpumix.engine.sharding.nd_boxes import slice_box
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.engine.sharding.shard import Piece
 from gpumix.schema.errors import InputError
@@ -241,9 +242,8 @@ class _PieceUpdate:
             return
         found = self._window.boxes(self._start, self.local)
         gradients = self._window.boxes(self._start, self._gradient)
-        for ((offset, size), local), (_, gradient) in zip(found, gradients):
-            places = (slice(begin, begin + length) for begin, length in zip(offset, size))
-            yield _Tile(local, gradient, *places)
+        for (box, local), (_, gradient) in zip(found, gradients):
+            yield _Tile(local, gradient, *slice_box(box))
 
 
 def _stack_matrices(window: ParameterSlice) -> ParameterSlice:

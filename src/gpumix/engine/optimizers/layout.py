@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gpumix.engine.comm.communicator import Communicator
+from gpumix.engine.sharding.nd_boxes import slice_box
 from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.engine.sharding.shard import Piece
 from gpumix.schema.errors import InputError
@@ -43,19 +44,15 @@ class StoredPart:
 
     def put(self, flat: torch.Tensor, whole: torch.Tensor) -> None:
         """Write the elements into the full parameter."""
-        for (offset, size), view in self.window.boxes(self.start, flat):
-            whole[_slice_box(offset, size)] = view
+        for box, view in self.window.boxes(self.start, flat):
+            whole[slice_box(box)] = view
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the elements of the full parameter, flat."""
         flat = whole.new_empty(self.numel)
-        for (offset, size), view in self.window.boxes(self.start, flat):
-            view.copy_(whole[_slice_box(offset, size)])
+        for box, view in self.window.boxes(self.start, flat):
+            view.copy_(whole[slice_box(box)])
         return flat
-
-
-def _slice_box(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(begin, begin + length) for begin, length in zip(offset, size))
 
 
 class JoinedGroups(NamedTuple):

@@ -131,8 +131,7 @@ def _choose_owners(matrices: list[_Matrix], cut: list[_Matrix], part: LayoutPart
     for matrix in matrices:
         for holder in matrix.holders:
             busy[holder] += matrix.cost
-    ranks = range(part.comm.world)
-    held = [[float(_count_elements(rank, [m], copies=False)) for rank in ranks] for m in cut]
+    held = [list(map(float, _count_by_rank([m], part.comm.world, copies=False))) for m in cut]
     return assign_jobs([m.cost for m in cut], part.speeds, busy=busy, near=held)
 
 
@@ -292,13 +291,8 @@ class _MatrixExchange:
     def _places(self, *, copies: bool) -> list[tuple[_Matrix, StoredPart]]:
         """Return stored parts of this rank's matrices by storing rank, the order of travelling
         data."""
-        return [
-            (matrix, part)
-            for holder in range(self.comm.world)
-            for matrix in self._mine
-            for part in matrix.stored
-            if part.rank == holder and (copies or part.first)
-        ]
+        places = [(m, part) for m in self._mine for part in m.stored if copies or part.first]
+        return sorted(places, key=lambda place: place[1].rank)
 
     def _own_pieces(self) -> list[_MatrixPiece]:
         """Return this rank's pieces by owner."""
@@ -314,19 +308,23 @@ class _MatrixExchange:
 
     def _count_for_owners(self, *, copies: bool) -> list[int]:
         """Return the number of elements from this rank to each owner."""
-        ranks, rank = range(self.comm.world), self.comm.rank
-        return [_count_elements(rank, self._of(owner), copies=copies) for owner in ranks]
+        counts = [0] * self.comm.world
+        for matrix, owner in zip(self.matrices, self.owners):
+            own = (piece.part for piece in matrix.pieces)
+            counts[owner] += sum(part.numel for part in own if copies or part.first)
+        return counts
 
     def _count_from_holders(self, *, copies: bool) -> list[int]:
         """Return the number of elements from each rank to this rank."""
-        ranks = range(self.comm.world)
-        return [_count_elements(holder, self._mine, copies=copies) for holder in ranks]
+        return _count_by_rank(self._mine, self.comm.world, copies=copies)
 
 
-def _count_elements(holder: int, matrices: Iterable[_Matrix], *, copies: bool) -> int:
-    """Count the elements of `matrices` that rank `holder` stores, with copies or without."""
-    parts = (part for matrix in matrices for part in matrix.stored if part.rank == holder)
-    return sum(part.numel for part in parts if copies or part.first)
+def _count_by_rank(matrices: Iterable[_Matrix], world: int, *, copies: bool) -> list[int]:
+    """Count the elements of `matrices` that each rank stores, with copies or without."""
+    counts = [0] * world
+    for part in (part for matrix in matrices for part in matrix.stored):
+        counts[part.rank] += part.numel if copies or part.first else 0
+    return counts
 
 
 def _lr_ratio(adjust: str | None, shape: torch.Size) -> float:

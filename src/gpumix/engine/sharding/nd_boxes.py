@@ -13,6 +13,11 @@ from math import prod
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
+def slice_box(box: Box) -> tuple[slice, ...]:
+    """Return the index of a box in its tensor."""
+    return tuple(slice(begin, begin + length) for begin, length in zip(*box))
+
+
 def split_into_boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
     """Return the boxes (offset, size) that cover elements [start, end) of a tensor, in order.
 
