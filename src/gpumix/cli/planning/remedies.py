@@ -1,7 +1,8 @@
 """Ways to make a model fit that does not, each computed; and the page that says so.
 
-A way that needs nothing new comes first: another optimizer, adapters, a smaller batch, shorter
-samples. Then one more card, and last the largest model of this shape that fits.
+The page has those that fit first. Of these a way that needs nothing new comes first: another
+optimizer, adapters, a smaller batch, shorter samples. Then one more card, and last the largest
+model of this shape that fits.
 """
 
 from __future__ import annotations

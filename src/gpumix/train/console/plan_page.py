@@ -193,7 +193,10 @@ def _against_single_types(
         return
     mixing = reasons.mixing
     counts = Counter(worker.device_class for worker in plan.workers)
-    named = [f"{counts[name] or 1}x {shorten_product(name)}" for name in single]
+    named = [
+        f"{counts[name]}x {shorten_product(name)}" if name in counts else shorten_product(name)
+        for name in single
+    ]
     if all(other.step_s is None for other in single.values()):
         which = f"Neither {' nor '.join(named)}" if len(named) == 2 else "No GPU type"
         yield from ((t, "green") for t in wrap_line(f"{which} alone can train this."))
