@@ -26,7 +26,7 @@ the next two drawn on, 8%. The last is not done, for two runs in pipelines speak
 schedule would take 28% and 20% less than they took, with the lowered point 4% less and 4% more.
 Of pipelines between unlike hosts (four stages, two stages): our engine's own order, whose
 activations wait for no gradient, -24% and +4%; in DeepSpeed's order messages that keep their
-sender until they have arrived, +33% and +24%; those that go at once beside all others of a host,
+sender until they have arrived, +33% and +24%; those that go at once with all others of a host,
 -13% and -4%; those of a host one at a time in either direction, -6% and -4%, and by what it
 sends alone, -11% and -4%: it stayed with the last, which is what `cost.pipeline_schedule`
 can tell. With the third mixed run, in one stage, these were tried on three runs, which no other run

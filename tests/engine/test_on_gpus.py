@@ -170,7 +170,7 @@ IN_STAGES = {
         {"zero_stage": 1},
     ),
 }
-OF_UNLIKE_SIZES = {"one beside a TP group": (rows([4, 3], tensor=[(1, 2)]), {"zero_stage": 3})}
+OF_UNLIKE_SIZES = {"one next to a TP group": (rows([4, 3], tensor=[(1, 2)]), {"zero_stage": 3})}
 
 
 # Some layouts with one of both architectures; others on GPUs of their own.

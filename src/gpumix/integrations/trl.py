@@ -163,17 +163,15 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
         counted = int((inputs["labels"][:, 1:] != IGNORED_LABEL).sum())
         if return_outputs or self.compute_loss_func is not None or self.label_smoother is not None:
             model = SingleForwardModel(model)
-        args = return_outputs, num_items_in_batch
-        if not self.padding_free:
-            made = super().compute_loss(model, inputs, *args)
-            self._take_means(counted)
-            return made
-        tokens = inputs.pop(TOKENS_KEY, torch.zeros(()))
-        whole = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
-        given = inputs | make_document_mask(whole, inputs)
-        made = super().compute_loss(model, given, *args)
+        given, tokens = inputs, torch.zeros(())
+        if self.padding_free:
+            tokens = inputs.pop(TOKENS_KEY, tokens)
+            peft = hasattr(self.model, "peft_config")
+            whole = self.model.get_base_model() if peft else self.model
+            given = inputs | make_document_mask(whole, inputs)
+        made = super().compute_loss(model, given, return_outputs, num_items_in_batch)
         self._take_means(counted)
-        if self.model.training:
+        if self.padding_free and self.model.training:
             # TRL counts a single row, and other micro-batches run in between.
             self._tokens += int(tokens.sum())
             self._total_train_tokens = self._tokens
@@ -253,11 +251,9 @@ def _check_packing(engine: Engine, strategy: str) -> str:
     try:
         warning = check_documents(engine)
     except InputError as error:
-        raise InputError(
-            error.what,
-            code=error.code,
+        raise error.convert(
+            InputError,
             where=f"SFTConfig: packing_strategy={strategy!r}",
-            why=error.why,
             fix="take packing_strategy='wrapped' or packing=False; or, where the model has "
             "attn_implementation='flash_attention_2', 'sdpa'",
         ) from error

@@ -62,12 +62,12 @@ def test_the_others_are_told(how, group_timeout_s):
 
 LAYOUTS = {
     "in the middle of a pipeline": rows([4], [4], [4], micro_batch=1),
-    "beside a TP group": rows([4], [4], tensor=[2, 1], micro_batch=1),
+    "next to a TP group": rows([4], [4], tensor=[2, 1], micro_batch=1),
     "in a TP group": rows([4], [4], tensor=[1, 2], micro_batch=1),
 }
 
 
-@pytest.mark.parametrize("layout", left_out(LAYOUTS, ["beside a TP group", "in a TP group"]))
+@pytest.mark.parametrize("layout", left_out(LAYOUTS, ["next to a TP group", "in a TP group"]))
 def test_the_others_are_told_in_the_middle_of_a_step(tmp_path, layout):
     """Between two micro-batches of rank 1. Who waits for its messages says so; to those that wait
     for another how far each has come tells that it is rank 1."""

@@ -65,7 +65,7 @@ def best(found: Profile, batch: int = 8, **space) -> Plan:
     return optimal(found, PlanRequest(global_batch=batch, space=Space(**ONE_STAGE | space)))
 
 
-def test_small_ones_form_a_group_beside_a_large_one_that_computes_alone():
+def test_small_ones_form_a_group_next_to_a_large_one_that_computes_alone():
     found, plan = planned()
     (stage,) = plan.stages
     assert stage.has_mixed_degrees and stage.tensor == 2

@@ -130,7 +130,7 @@ def test_stages_may_have_tp_groups_of_different_degrees_where_none_computes_alon
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_in_one_stage_two_form_a_group_beside_others_that_compute_alone():
+def test_in_one_stage_two_form_a_group_next_to_others_that_compute_alone():
     """Three on each host: of the older ones two are too slow alone for what the stage has to do."""
     found = profile(
         [

@@ -32,16 +32,16 @@ def tp_group_of_two(job):
 # A plan, the devices that it is for, which rank is lost, and how many micro-batches it has.
 CASES = {
     "of a TP group": (tp_group_of_two, PAIR, 1, 2),
-    "of a TP group beside one who is alone": (plan_of_mixed_degrees, [CLUSTER[0], *PAIR], 2, 2),
-    "who is alone beside a TP group": (plan_of_mixed_degrees, [CLUSTER[0], *PAIR], 0, 3),
+    "of a TP group next to one who is alone": (plan_of_mixed_degrees, [CLUSTER[0], *PAIR], 2, 2),
+    "who is alone next to a TP group": (plan_of_mixed_degrees, [CLUSTER[0], *PAIR], 0, 3),
 }
 
 
 # Groups of one size and of unlike ones, with whole parameters and with shares of them.
 LOST = [
-    ("of a TP group beside one who is alone", 3),
-    ("of a TP group beside one who is alone", 1),
-    ("who is alone beside a TP group", 1),
+    ("of a TP group next to one who is alone", 3),
+    ("of a TP group next to one who is alone", 1),
+    ("who is alone next to a TP group", 1),
     ("of a TP group", 3),
 ]
 
