@@ -52,6 +52,7 @@ from gpumix.schema.errors import (
     RankLost,
     StoreGone,
     TrainingError,
+    convert_error,
     format_in_one_line,
     get_first_line,
     rebuild_error,
@@ -316,7 +317,7 @@ class RankGroup:
             return self._lost(silent or late, error, silent=bool(silent))
         if error.wait is None:
             return error
-        return error.convert(DeviceFailure, where=self.names[self.rank])
+        return convert_error(error, DeviceFailure, where=self.names[self.rank])
 
     def _late(self, wait: AwaitedCollective) -> list[int]:
         """Return the ranks holding up this rank, which waits in vain."""

@@ -33,7 +33,7 @@ from gpumix.integrations.transformers.arguments import (  # noqa: E402
 )
 from gpumix.integrations.transformers.trainer_mixin import PlannedTrainerMixin  # noqa: E402
 from gpumix.profiler.api import announce_cpu_ranks  # noqa: E402
-from gpumix.schema.errors import InputError  # noqa: E402
+from gpumix.schema.errors import InputError, convert_error  # noqa: E402
 from gpumix.schema.plan.plan import Plan  # noqa: E402
 from gpumix.train.checks.packed_documents import check_documents  # noqa: E402
 from gpumix.train.processes.script_errors import show_errors_without_traceback  # noqa: E402
@@ -251,7 +251,8 @@ def _check_packing(engine: Engine, strategy: str) -> str:
     try:
         warning = check_documents(engine)
     except InputError as error:
-        raise error.convert(
+        raise convert_error(
+            error,
             InputError,
             where=f"SFTConfig: packing_strategy={strategy!r}",
             fix="take packing_strategy='wrapped' or packing=False; or, where the model has "

@@ -68,14 +68,15 @@ class GpumixError(Exception):
             **self._details(),
         }
 
-    def convert(self, kind: type[E], **changes: Any) -> E:
-        """Return this error as one of `kind`, with changed arguments."""
-        fields = {name: getattr(self, name) for name in ("what", *_FIELDS)}
-        return kind(**(fields | changes))
-
     def _details(self) -> dict[str, Any]:
         """Return the further constructor arguments, by name."""
         return {name: getattr(self, name) for name in (*_FIELDS, *self._more)}
+
+
+def convert_error(error: GpumixError, kind: type[E], **changes: Any) -> E:
+    """Return an error as one of `kind`, with changed arguments."""
+    fields = {name: getattr(error, name) for name in ("what", *_FIELDS)}
+    return kind(**(fields | changes))
 
 
 def rebuild_error(told: Mapping[str, Any]) -> GpumixError:

@@ -31,6 +31,7 @@ from gpumix.schema.errors import (
     RankInterrupted,
     RankLost,
     TrainingError,
+    convert_error,
     get_first_line,
 )
 from gpumix.schema.job.job import Job
@@ -343,7 +344,7 @@ class JobController:
             return error
         if restart is None or not self._newest():
             raise error
-        return error.convert(RankLost, device=error.device)
+        return convert_error(error, RankLost, device=error.device)
 
     def _learn(
         self, error: TrainingError | RankInterrupted, recovery: Recovery, plan: Plan | None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.errors import InputError, NoFeasiblePlanError, convert_error
 
 _WITH = " with "
 
@@ -25,7 +25,7 @@ def locate_errors(place: str | Path) -> Iterator[None]:
         ):
             raise
         where = f"{place}: {error.where}" if error.where else str(place)
-        raise error.convert(type(error), where=where) from error
+        raise convert_error(error, type(error), where=where) from error
 
 
 def join_locations(file: str | Path, other: str | Path | None) -> str:

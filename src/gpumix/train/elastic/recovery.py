@@ -19,6 +19,7 @@ from gpumix.schema.errors import (
     PlanOutdated,
     RankInterrupted,
     TrainingError,
+    convert_error,
 )
 from gpumix.schema.plan.plan import Plan, WorkerPrediction
 from gpumix.schema.profile.profile import Profile
@@ -245,4 +246,4 @@ def _predicted(plan: Plan, device: str) -> list[WorkerPrediction]:
 
 def _in_a_row(error: GpumixError, times: int) -> GpumixError:
     why = "; ".join(filter(None, [error.why, f"that happened {times} times in a row"]))
-    return error.convert(TrainingError, why=why)
+    return convert_error(error, TrainingError, why=why)

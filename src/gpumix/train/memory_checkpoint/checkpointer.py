@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from gpumix.engine.engine import Engine
 from gpumix.hardware.host.pinned import allocate_pinned
 from gpumix.hardware.runtime import Stream
-from gpumix.schema.errors import GpumixError, MachineError, RankLost, get_first_line
+from gpumix.schema.errors import GpumixError, MachineError, RankLost, convert_error, get_first_line
 from gpumix.schema.files import remove, write_text_atomically
 from gpumix.train.checkpoint import content as content
 from gpumix.train.checkpoint.background import BackgroundTask, BackgroundTimeout
@@ -155,7 +155,8 @@ class MemoryCheckpointer:
         found = self._make_timeout_error(error)
         if error.wait is not None:
             return found
-        return found.convert(
+        return convert_error(
+            found,
             RankLost,
             why="a copy from its device, or into the memory of its host, has not come back",
             fix="look at `dmesg | tail` there, then run the same command with --resume; a longer "

@@ -40,6 +40,7 @@ from gpumix.schema.errors import (
     RankLost,
     StoreGone,
     TrainingError,
+    convert_error,
     get_first_line,
 )
 from gpumix.schema.files import read_text, remove, write_text_atomically
@@ -252,7 +253,8 @@ class TorchrunRunner(Runner):
         first = self._met[0]
         if self._place.agent_has_store or first is None:
             return error
-        return error.convert(
+        return convert_error(
+            error,
             RankLost,
             what=f"{error.what}: rank 0 (device '{first.id}')",
             device=first.id,
