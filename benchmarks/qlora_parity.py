@@ -126,14 +126,11 @@ def _go_on(base: Path, kind: str, plan: str, saved: Path) -> Any:
 def _of_programs(folder: Path) -> Iterator[tuple[str, float]]:
     from helpers.scripts.quantised_programs import RUN, run_each
 
-    names = {"trainer": "Trainer", "sft": "SFTTrainer", "loop": "Accelerator"}
     (stock,) = run_ranks(run_each, 1, folder, 1, timeout_s=600)
     ours = run_ranks(run_each, 2, folder, 2, timeout_s=900)
     for program in RUN:
-        yield (
-            names[program],
-            max(_error(rank[program]["losses"], stock[program]["losses"]) for rank in ours),
-        )
+        errors = [_error(rank[program]["losses"], stock[program]["losses"]) for rank in ours]
+        yield f"program: {program}", max(errors)
 
 
 def _of_jobs(folder: Path, base: Path) -> Iterator[tuple[str, float]]:
